@@ -1,0 +1,20 @@
+"""NVFP4 arithmetic: pure functions on arrays, no NNX."""
+
+from .formats import Format
+from .hadamard import random_hadamard
+from .linear import linear
+from .quantize import QuantizedTensor, quantize
+from .recipe import RECIPES, Operand, Recipe, get_recipe, nvfp4_recipe
+
+__all__ = [
+    "RECIPES",
+    "Format",
+    "Operand",
+    "QuantizedTensor",
+    "Recipe",
+    "get_recipe",
+    "linear",
+    "nvfp4_recipe",
+    "quantize",
+    "random_hadamard",
+]

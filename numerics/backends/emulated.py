@@ -1,0 +1,181 @@
+"""The three GEMMs of a linear layer, emulated: quantise, then an ordinary matmul on q * s.
+
+q * s has at most 6 significant bits and lies in [2^-10, 2688], so it is exact in bfloat16: on an accelerator
+the matmul runs on exact bfloat16 operands with float32 accumulation, on a CPU in float32, which is faster
+there. The product is multiplied by (amax_l / 2688)(amax_r / 2688) at the end.
+
+Shapes: x [..., T, K], kernel [K, *N], g [..., T, *N]; T tokens, K in features, N out features.
+No operand is ever transposed: blocks run along the contracted axis wherever that axis lies.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from ..formats import BLOCK, Format, from_bits, round_e2m1, round_e2m1_stochastic
+from ..hadamard import random_hadamard
+from ..quantize import block_amax_bits, block_scales, expand_blocks, global_scale, scale_blocks
+from ..random_bits import fold, random_bits
+from ..recipe import Operand, Recipe
+
+# What `jax.checkpoint` policies may keep: quantised residuals, and GEMM outputs, without which the
+# recomputation would have to quantise again.
+QUANTIZED_NAME = "quantized"
+GEMM_NAME = "gemm"
+_DGRAD_SALT, _DGRAD_WEIGHT_SALT, _WGRAD_INPUT_SALT, _WGRAD_SALT = 1, 2, 3, 4
+
+
+class GemmOperand(NamedTuple):
+    """One side of a GEMM: the product is computed on `values` and multiplied by `scale`."""
+
+    values: jax.Array  # q * s, or the rounded values of a high-precision format
+    scale: jax.Array | None  # float32, amax / 2688, broadcast against the product; None means 1
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps of the forward pass."""
+
+    wgrad_x: GemmOperand
+    dgrad_w: GemmOperand
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def tensor_amax(block_bits: jax.Array) -> jax.Array:
+    """One amax for the whole tensor: int32 bits, scalar."""
+    return jnp.max(block_bits)
+
+
+def prepare(
+    spec: Operand,
+    x: jax.Array,
+    axes: tuple[int, int],
+    words: jax.Array | None = None,
+    amax: Callable[[jax.Array], jax.Array] = tensor_amax,
+) -> GemmOperand:
+    """Round `x` as `spec` says.
+
+    axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for stochastic rounding.
+    amax: from the blocks' amax bits to the amax bits of the tensor, or of each group, broadcast against them.
+    """
+    contracted = axes[0]
+    # x is read several times: without the barrier XLA:CPU computes its producer again each time.
+    x = jax.lax.optimization_barrier(x)
+    if spec.hadamard:
+        x = random_hadamard(x.astype(jnp.float32), contracted)
+        x = jax.lax.optimization_barrier(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+    if spec.format is not Format.NVFP4:
+        return GemmOperand(_round_high_precision(x, spec.format), None)
+    x = x.astype(jnp.float32)
+    blocked = tuple(sorted(axes)) if spec.two_dimensional else (contracted,)
+    block_bits = block_amax_bits(x, blocked)
+    amax_value = from_bits(amax(block_bits))
+    scale, multiplier = block_scales(from_bits(block_bits), amax_value)
+    scaled = scale_blocks(x, multiplier, blocked)
+    if spec.stochastic:
+        assert words is not None, "a stochastic operand without rounding words"
+        values = round_e2m1_stochastic(scaled, random_bits(words, x.shape))
+    else:
+        values = round_e2m1(scaled)
+    values = values * expand_blocks(scale, x, blocked)
+    return GemmOperand(values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value))
+
+
+def _round_high_precision(x: jax.Array, format: Format) -> jax.Array:
+    if not on_cpu() or format is Format.FP32:
+        return x.astype(format.dtype)
+    if x.dtype == format.dtype:
+        return x.astype(jnp.float32)
+    # On a CPU a float32 matmul of rounded values is the same product, faster; the barrier keeps the rounding.
+    return jax.lax.optimization_barrier(x.astype(format.dtype)).astype(jnp.float32)
+
+
+def contract(left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """The product over `axes` of left and right, accumulated and returned in float32."""
+    a, b = left.values, right.values
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    axes = tuple(tuple(axis % side.ndim for axis in part) for part, side in zip(axes, (a, b), strict=True))  # type: ignore[assignment]
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    product = jax.lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return rescale(rescale(product, left.scale), right.scale)
+
+
+def rescale(product: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return product if scale is None else product * scale
+
+
+def token_axes(x: jax.Array) -> jax.Array:
+    """x [..., K] with its tokens where blocks of 16 can run along the last token axis.
+
+    [..., T, K] stays as it is when T is a multiple of 16 (so that a sharded batch stays sharded); otherwise
+    the token axes become one.
+    """
+    if x.ndim >= 2 and x.shape[-2] % BLOCK == 0:
+        return x
+    return x.reshape(-1, x.shape[-1])
+
+
+def pad_tokens(x: jax.Array, axis: int) -> jax.Array:
+    """Zero tokens up to a multiple of 16: exact, their codes are 0."""
+    missing = -x.shape[axis] % BLOCK
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def save(operand: GemmOperand, spec: Operand) -> GemmOperand:
+    """Name a quantised residual, so that a remat policy can keep it."""
+    if spec.format is not Format.NVFP4:
+        return operand
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, QUANTIZED_NAME), operand)
+
+
+def prepare_weights(recipe: Recipe, kernel: jax.Array, words: jax.Array, **amax) -> tuple[GemmOperand, GemmOperand]:
+    """The kernel for fprop (contracted along K) and for dgrad (along N): the same one for 2D blocks."""
+    forward = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1), **amax)
+    if recipe.quantizes_weight_once:
+        saved = save(forward, recipe.fprop_w)
+        return saved, saved
+    backward = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, _DGRAD_WEIGHT_SALT), **amax)
+    return forward, save(backward, recipe.dgrad_w)
+
+
+def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -> tuple[jax.Array, Residuals]:
+    """y = x w in x's dtype. x: [..., K], kernel: [K, *N], words: uint32 [2] -> y [..., *N] and the residuals."""
+    leading = x.shape[:-1]
+    x = token_axes(x)
+    fprop_w, dgrad_w = prepare_weights(recipe, kernel, words)
+    product = contract(prepare(recipe.fprop_x, x, (-1, -2)), fprop_w, ((-1,), (0,)))
+    y = checkpoint_name(product.reshape(*leading, *kernel.shape[1:]).astype(x.dtype), GEMM_NAME)
+    wgrad_x = prepare(recipe.wgrad_x, pad_tokens(x, -2), (-2, -1), fold(words, _WGRAD_INPUT_SALT))
+    return y, Residuals(save(wgrad_x, recipe.wgrad_x), dgrad_w)
+
+
+def backward(
+    recipe: Recipe, residuals: Residuals, g: jax.Array, words: jax.Array, dtypes: tuple[jnp.dtype, jnp.dtype]
+) -> tuple[jax.Array, jax.Array]:
+    """(dx, dw) in `dtypes`. g: [..., *N]; dw accumulates in float32."""
+    wgrad_x, dgrad_w = residuals
+    out_axes = tuple(range(1 - dgrad_w.values.ndim, 0))  # N in g and in the kernel
+    leading = g.shape[: g.ndim - len(out_axes)]
+    out_shape = g.shape[g.ndim - len(out_axes) :]
+    if not (leading and leading[-1] % BLOCK == 0):
+        g = g.reshape(math.prod(leading), *out_shape)
+    dgrad_g = prepare(recipe.dgrad_g, g, (-1, -1 - len(out_axes)), fold(words, _DGRAD_SALT))
+    dx = contract(dgrad_g, dgrad_w, (out_axes, out_axes))
+    token_axis = -1 - len(out_axes)
+    padded = pad_tokens(g, token_axis)
+    wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, _WGRAD_SALT))
+    tokens = tuple(range(wgrad_x.values.ndim - 1))
+    dw = contract(wgrad_x, wgrad_g, (tokens, tokens))
+    return dx.reshape(*leading, dx.shape[-1]).astype(dtypes[0]), dw.astype(dtypes[1])

@@ -1,0 +1,67 @@
+"""A linear layer's three GEMMs under one custom VJP.
+
+    fprop  y  = x  w      x: 1D along K, nearest             w: 2D, nearest
+    dgrad  dx = g  w^T    g: 1D along N, stochastic          the same quantised w
+    wgrad  dw = x^T g     both: RHT, then 1D along tokens; g stochastic
+
+(arXiv 2509.25149; other recipes fill in the six operands differently.) The quantised operands of the
+backward GEMMs are residuals: saved, not computed again.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .backends import emulated as backend
+from .random_bits import content_hash, fold, key_words
+from .recipe import Recipe
+
+
+def linear(
+    x: jax.Array, kernel: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, content_seeded: bool = False
+) -> jax.Array:
+    """y = x w with the recipe's rounding in all three GEMMs.
+
+    x: [..., K]; kernel: [K, *N], float32 for float32 gradients. Returns [..., *N] in x's dtype.
+    key: a JAX PRNG key that decides the stochastic rounding of this call's gradients. With
+    content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a key (a
+    layer whose key is not advanced, or no key at all) still draw different bits for different gradients.
+
+    Raises ValueError when the recipe rounds stochastically and neither is given.
+    """
+    if kernel.ndim < 2 or x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(
+            f"linear needs x [..., K] and kernel [K, N], got {x.shape} and {kernel.shape}: the last axis of x must "
+            "equal the first of the kernel"
+        )
+    if recipe.is_float32:
+        axes = (((x.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, kernel, axes, preferred_element_type=jnp.float32).astype(x.dtype)
+    if recipe.uses_stochastic_rounding and key is None and not content_seeded:
+        raise ValueError(f"recipe {recipe.name!r} rounds gradients stochastically: pass key= or content_seeded=True")
+    words = jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
+    return _linear(recipe, content_seeded, x, kernel, words)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(recipe: Recipe, content_seeded: bool, x: jax.Array, kernel: jax.Array, words: jax.Array) -> jax.Array:
+    return backend.forward(recipe, x, kernel, words)[0]
+
+
+def _linear_forward(recipe, content_seeded, x, kernel, words):
+    y, residuals = backend.forward(recipe, x, kernel, words)
+    # Empty arrays carry the dtypes through the residuals, which hold arrays only.
+    return y, (residuals, words, jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype))
+
+
+def _linear_backward(recipe, content_seeded, saved, g):
+    residuals, words, x_like, kernel_like = saved
+    if content_seeded and recipe.uses_stochastic_rounding:
+        words = fold(words, content_hash(g))
+    dx, dw = backend.backward(recipe, residuals, g, words, (x_like.dtype, kernel_like.dtype))
+    return dx, dw, np.zeros(words.shape, jax.dtypes.float0)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)

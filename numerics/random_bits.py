@@ -1,0 +1,68 @@
+"""Random bits for stochastic rounding: a counter-based hash, one 32-bit word an element.
+
+Threefry bits cost more than all the quantising on a CPU (measured: 60 % of a small model's step against
+5 % for this hash). The word of an element is a function of the key and of the element's index in the
+whole array, so it does not depend on how the array is sharded. The mixer is `lowbias32`
+(C. Wellons, hash-prospector, public domain): two multiplications, every input bit flips every output bit
+with probability 1/2 +- 0.2 %. Not for cryptography.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_GOLDEN = np.uint32(0x9E3779B9)  # 2^32 / golden ratio, odd: multiples of it are equidistributed
+
+
+def mix(word: jax.Array) -> jax.Array:
+    """A bijection of uint32 that spreads every input bit over the word."""
+    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
+    return word ^ (word >> 16)
+
+
+def key_words(key: jax.Array) -> jax.Array:
+    """uint32 [2] from a JAX PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`)."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if data.ndim != 1 or data.dtype != jnp.uint32:
+        raise ValueError(
+            f"key must be one JAX PRNG key, got {key.dtype}{list(key.shape)}: use jax.random.key(seed), "
+            "and jax.random.split with vmap for several"
+        )
+    if data.shape[0] == 2:
+        return data
+    return jnp.stack([mix(data[0] + _GOLDEN * data[2]), mix(data[1] + _GOLDEN * data[3])])  # rbg keys
+
+
+def fold(words: jax.Array, salt: int | jax.Array) -> jax.Array:
+    """New uint32 [2] key words from `words` and a salt (operand number, content hash)."""
+    salted = jnp.asarray(salt).astype(jnp.uint32) * _GOLDEN + np.uint32(1)
+    first = mix(words[0] ^ salted)
+    return jnp.stack([first, mix(words[1] + first + salted)])
+
+
+def content_hash(x: jax.Array) -> jax.Array:
+    """uint32 that depends on every bit of float `x`, the same for any order of summation or sharding."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return jnp.sum(bits, dtype=jnp.uint32)
+
+
+def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32 of `shape`: hash of (words, index of the element). words: uint32 [2]."""
+    first, second = words[0], words[1]
+    low = high = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    overflow = False
+    for axis in reversed(range(len(shape))):
+        if not overflow and stride * shape[axis] > 2**32:
+            overflow, stride = True, 1  # further axes are counted apart, so that no index repeats
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+        low, high = (low, high + index) if overflow else (low + index, high)
+        stride *= shape[axis]
+    if overflow:
+        first = first ^ mix(high)
+    # `mix` with the second key word inside: two keys' sequences are not shifts of each other.
+    word = low ^ first
+    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D) + second
+    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
+    return word ^ (word >> 16)
