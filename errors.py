@@ -1,7 +1,8 @@
 """Errors that a user can act on, and the near matches that they offer.
 
-A `UserError` carries one line: what was wrong, with its value, and what to do about it. Command-line entry points
-print it as `error: ...` and exit with status 2; everything else that is raised is a fault of ours and keeps its traceback.
+A `UserError` carries one line: what was wrong, with its value, and what to do about it.
+Command-line entry points print it as `error: ...` and exit with status 2; everything else that is
+raised is a fault of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake in a configuration, a file or an environment: one line that states it and its remedy."""
+    """A mistake in a configuration, a file or an environment: one line, with the remedy."""
 
 
 def near_match(word: str, options: Iterable[str]) -> str | None:
     """Returns the option most like `word`, or None when nothing is near."""
-    matches = difflib.get_close_matches(str(word), [str(option) for option in options], n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(
+        str(word), [str(option) for option in options], n=1, cutoff=0.6
+    )
     return matches[0] if matches else None
 
 
@@ -28,7 +31,7 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
-    """Raises a `UserError` naming `key`, the value and the near match unless `value` is one of `choices`."""
+    """Raises a `UserError` with `key`, the value and the near match unless it is in `choices`."""
     choices = list(choices)
     if value not in choices:
         raise UserError(f"{key}={value}: unknown choice{did_you_mean(str(value), choices)}")

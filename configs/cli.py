@@ -1,0 +1,190 @@
+"""The command line of train.py and its siblings: Hydra's, with mistakes in one line.
+
+A plain run composes and checks the configuration, then calls the program without Hydra: no folders,
+no change of directory, no logging of Hydra's. Sweeps (-m), --cfg, --info and --help are Hydra's
+own, started once the configuration has been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from .. import __version__
+from ..errors import UserError
+from .compose import (
+    CONFIG_MODULE,
+    VERSION_BASE,
+    compose,
+    initialized,
+    parse,
+    prepared,
+    schema_of,
+    to_dataclass,
+)
+
+USAGE_ERROR = 2  # exit status for mistakes of the user
+
+
+def run(
+    main: Callable[[Any], int], argv: Sequence[str] | None = None, config_name: str = "train"
+) -> int:
+    """Runs `main` with the configuration that the command line describes.
+
+    Args:
+      main: takes the configuration's dataclass and returns an exit status.
+      argv: the arguments after the program's name; None takes sys.argv's.
+      config_name: the primary YAML file and, through `schema.SCHEMAS`, the dataclass.
+
+    Returns:
+      The exit status: `main`'s, 2 after a `UserError` (printed as one line), for a sweep 1 if a job
+      failed. With HYDRA_FULL_ERROR=1 in the environment, errors are raised instead.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(arguments)
+        name = options.config_name or config_name
+        if options.multirun:
+            return _sweep(main, options, arguments, name)
+        config = to_dataclass(compose(options.overrides, name, options.config_dir), schema_of(name))
+        if options.help or options.hydra_help or options.cfg or options.info:
+            _hydra(lambda _: None, options, arguments, name)
+            return 0
+        return main(config)
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: --help shows the usage")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Those of Hydra's flags that make sense here; Hydra parses the command line again itself."""
+    parser = _OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--version", action="version", version=f"fp4zoo {__version__}")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=infos)
+    return parser
+
+
+def _sweep(
+    main: Callable[[Any], int], options: argparse.Namespace, arguments: list[str], name: str
+) -> int:
+    """Checks every job of a sweep, then runs them all through Hydra's launcher."""
+    schema = schema_of(name)
+    with initialized(options.config_dir):
+        overrides = parse(options.overrides)
+        jobs = list(_jobs(overrides))
+    for job in jobs:
+        to_dataclass(compose(job, name, options.config_dir), schema)
+    swept = {override.key_or_group for override in overrides if override.is_sweep_override()}
+
+    def task(composed: DictConfig) -> None:
+        config = to_dataclass(composed, schema)
+        if "output_dir" not in swept:  # jobs must not resume from one another's checkpoints
+            config = dataclasses.replace(config, output_dir=HydraConfig.get().runtime.output_dir)
+        status = main(config)
+        if status != 0:
+            raise _JobFailed(f"{config.output_dir}: exit status {status}")
+
+    unswept = [override.key_or_group for override in overrides if not override.is_sweep_override()]
+    extra = [f"hydra.job.config.override_dirname.exclude_keys={_list(unswept)}"]
+    fixed = [line for line in options.overrides if line.startswith("output_dir=")]
+    if fixed and "output_dir" not in swept:
+        extra.append(f"hydra.sweep.dir={fixed[-1].partition('=')[2]}")
+    try:
+        _hydra(task, options, [*arguments, *extra], name)
+    except _JobFailed as failure:
+        print(f"error: a job of the sweep failed: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class _JobFailed(Exception):
+    """How a job's exit status leaves Hydra's launcher."""
+
+
+def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Every combination of a sweep's values, as Hydra's basic sweeper makes them."""
+    alternatives = []
+    for override in overrides:
+        if override.is_discrete_sweep():
+            key = override.get_key_element()
+            alternatives.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        elif not override.is_sweep_override():
+            alternatives.append([str(override.input_line)])
+        # an interval is for other sweepers than the basic one: its values are checked in the job
+    for combination in itertools.product(*alternatives):
+        yield list(combination)
+
+
+def _list(names: Sequence[str]) -> str:
+    return "[" + ",".join(names) + "]"
+
+
+def _hydra(
+    task: Callable[[DictConfig], None],
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    name: str,
+) -> None:
+    """Runs Hydra's own main on the command line."""
+    program = Path(sys.argv[0]).name
+    with prepared(options.config_dir), _command_line([program, *_without_config_dir(arguments)]):
+        hydra.main(f"pkg://{CONFIG_MODULE}", config_name=name, version_base=VERSION_BASE)(task)()
+
+
+def _without_config_dir(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --config-dir: `prepared` sees to it, for primary files too."""
+    kept = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in ("--config-dir", "-cd"):
+            skip = True
+        elif not argument.startswith(("--config-dir=", "-cd=")):
+            kept.append(argument)
+    return kept
+
+
+@contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and exits on errors unless this variable tells it to raise them."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

@@ -1,0 +1,106 @@
+"""What Hydra and OmegaConf raise, said in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from hydra.errors import HydraException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from ..errors import UserError, near_match
+from .fields import Key, keys
+
+
+class MissingValue(Exception):
+    """Raised by `${required:}`, which a YAML file writes where the user has to give a value.
+
+    OmegaConf's own ??? does not do: over a key that has a default it silently leaves the default.
+    """
+
+
+@contextmanager
+def in_one_line(schema: type) -> Iterator[None]:
+    """Turns the errors of Hydra and OmegaConf inside the block into `UserError`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_in_words(error, keys(schema))) from error
+
+
+def unknown_key(path: str, known: Mapping[str, Key]) -> str:
+    """Returns the message for a key not in the schema: the near match, or the keys beside."""
+    message = f"unknown key {path!r}"
+    match = _nearest(path, known)
+    if match:
+        return f"{message}: did you mean {match!r}?"
+    parent = path.rpartition(".")[0]
+    while parent and parent not in known:
+        parent = parent.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == parent]
+    if parent and beside:
+        return f"{message}: {parent} has {', '.join(name.rpartition('.')[2] for name in beside)}"
+    if parent:
+        return f"{message}: {parent} is {known[parent].expected}, not a group of keys"
+    return f"{message}: --help lists the keys"
+
+
+def _nearest(path: str, known: Mapping[str, Key]) -> str | None:
+    """The key meant by `path`: the same name elsewhere, or the likest beside it, or elsewhere."""
+    parent, _, name = path.rpartition(".")
+    same_name = [other for other in known if other.rpartition(".")[2] == name]
+    if same_name:
+        return near_match(path, same_name) or same_name[0]
+    by_name = {other.rpartition(".")[2]: other for other in reversed(known)}
+    if parent == "" or parent in known:
+        beside = {
+            other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent
+        }
+        likest = near_match(name, beside)
+        if likest:
+            return beside[likest]
+    else:
+        likest = near_match(path, known)
+        if likest:
+            return likest
+    likest = near_match(name, by_name) if parent == "" else None
+    return by_name[likest] if likest else None
+
+
+def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
+    """The innermost OmegaConf error with its key, or else the first line of what Hydra said."""
+    where = ""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        words = str(cause).split("'")
+        if words[0] == "In " and not where:  # Hydra: In 'model/mine': ...
+            where = f"in {words[1]}.yaml: "
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return " ".join(str(error).strip().split("\n")[0].split())
+    path = cause.full_key or ""
+    if isinstance(cause, InterpolationResolutionError) and isinstance(
+        cause.__cause__ or cause.__context__, MissingValue
+    ):
+        return f"missing value: set {path} ({known[path].expected})"
+    if path.startswith("hydra."):
+        return f"unknown key {path!r}: --cfg hydra lists Hydra's own keys"
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and path not in known:
+        return where + unknown_key(path, known)
+    if isinstance(cause, ValidationError) and path in known:
+        return f"{where}{path}={_as_written(cause.value)}: expected {known[path].expected}"
+    message = " ".join((cause.msg or str(cause)).split("\n")[0].split())
+    return f"{where}{path}: {message}" if path else where + message
+
+
+def _as_written(value: object) -> str:
+    """A value as YAML writes it."""
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
