@@ -1,0 +1,76 @@
+"""Model architectures: a registry, and one file per architecture."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from flax import nnx
+
+from ..errors import check_choice
+from ..numerics import Recipe
+from .config import ModelConfig, MoEConfig, RopeScaling
+from .decoder import REMAT_POLICIES, Decoder
+from .llama import Llama
+from .mixtral import Mixtral
+from .precision_plan import PrecisionPlan, PrecisionRow, PrecisionRules
+
+__all__ = [
+    "ARCHITECTURES",
+    "REMAT_POLICIES",
+    "Decoder",
+    "Llama",
+    "Mixtral",
+    "MoEConfig",
+    "ModelConfig",
+    "PrecisionPlan",
+    "PrecisionRow",
+    "PrecisionRules",
+    "RopeScaling",
+    "count_parameters",
+    "create",
+]
+
+ARCHITECTURES: dict[str, type[Decoder]] = {
+    "llama": Llama,
+    "mixtral": Mixtral,
+}
+
+
+def create(
+    config: ModelConfig,
+    *,
+    recipe: Recipe | str = "nvfp4",
+    rules: PrecisionRules = PrecisionRules(),  # noqa: B008  frozen
+    remat: str = "none",
+    activation_dtype: str = "float32",
+    rngs: nnx.Rngs,
+) -> Decoder:
+    """A freshly initialised model.
+
+    recipe: precision of the blocks' linears, a Recipe or the name of one; `rules` says which blocks
+      and projections an FP4 recipe covers. `model.plan` shows the result.
+    remat: what the backward pass finds stored: "none" stores every activation it needs,
+      "save_quantized" the quantised operands only (the rest is computed again, the quantising is not),
+      "full" nothing but the blocks' inputs.
+    activation_dtype: "float32", "bfloat16" or "float16".
+    rngs: only its `params` stream is used.
+
+    Raises:
+      UserError: an unknown architecture, remat policy or dtype, or numbers that do not fit together.
+    """
+    check_choice("model.architecture", config.architecture, ARCHITECTURES)
+    return ARCHITECTURES[config.architecture](
+        config,
+        recipe=recipe,
+        rules=rules,
+        remat=remat,
+        activation_dtype=activation_dtype,
+        rngs=rngs,
+    )
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of parameters, tied ones once, without allocating any."""
+    model = nnx.eval_shape(lambda: create(config, recipe="fp32", rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,73 @@
+"""Token embedding and output head: always high precision, never FP4.
+
+Legend: B batch, T tokens, V vocabulary, D embedding dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax.typing import DTypeLike
+
+_default_init = jax.nn.initializers.normal(0.02)
+
+
+def _logits(x: jax.Array, kernel: jax.Array, kernel_axis: int) -> jax.Array:
+    """Product of x [..., D] with a head matrix: operands in x's dtype, float32 accumulation and result."""
+    dimensions = (((x.ndim - 1,), (kernel_axis,)), ((), ()))
+    return jax.lax.dot_general(
+        x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32
+    )
+
+
+class Embedding(nnx.Module):
+    """A table of float32 vectors `embedding` [V, D], looked up by token and usable as a tied head.
+
+    A token outside 0 … V-1 gives NaN rather than some other token's vector.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        embedding_init: jax.nn.initializers.Initializer = _default_init,
+        rngs: nnx.Rngs,
+    ):
+        self.vocab_size = vocab_size
+        self.embed_dim = embed_dim
+        self.dtype = jnp.dtype(dtype)
+        self.embedding = nnx.Param(
+            embedding_init(rngs.params(), (vocab_size, embed_dim), jnp.float32)
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32 [B, T] -> vectors [B, T, D] in `dtype`."""
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """The tied output head: x [..., D] -> logits float32 [..., V]."""
+        return _logits(x, self.embedding[...], 1)
+
+
+class OutputHead(nnx.Module):
+    """An untied output head, `kernel` float32 [D, V]."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        vocab_size: int,
+        *,
+        kernel_init: jax.nn.initializers.Initializer = _default_init,
+        rngs: nnx.Rngs,
+    ):
+        self.embed_dim = embed_dim
+        self.vocab_size = vocab_size
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (embed_dim, vocab_size), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., D] -> logits float32 [..., V]."""
+        return _logits(x, self.kernel[...], 0)

@@ -1,0 +1,71 @@
+"""Llama 2, 3, 3.1, 3.2 and what shares their computation: Mistral (sliding window), SmolLM2 (tied)."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from ..errors import UserError
+from ..layers.dense import NVFP4Dense
+from ..numerics import Recipe
+from .config import ModelConfig
+from .decoder import Auxiliary, Decoder, kernel_init, output_kernel_init
+from .precision_plan import LinearShape
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) · up(x)), with gate and up as one product (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, *, recipe: Recipe, rngs: nnx.Rngs):
+        self.gate_up = NVFP4Dense(
+            config.embed_dim,
+            (2, config.mlp_dim),
+            use_bias=config.mlp_bias,
+            kernel_init=kernel_init(),
+            recipe=recipe,
+            rounding="explicit",
+            name="mlp.gate_up",
+            rngs=rngs,
+        )
+        self.down = NVFP4Dense(
+            config.mlp_dim,
+            config.embed_dim,
+            use_bias=config.mlp_bias,
+            kernel_init=output_kernel_init(config),
+            recipe=recipe,
+            rounding="explicit",
+            name="mlp.down",
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, x: jax.Array, *, segment_ids: jax.Array | None, rounding_keys: jax.Array | None
+    ) -> tuple[jax.Array, Auxiliary]:
+        """x [B, T, D] -> ([B, T, D], {}); two rounding keys."""
+        del segment_ids
+        gate_up_key, down_key = (None, None) if rounding_keys is None else rounding_keys
+        gate_up = self.gate_up(x, rounding_key=gate_up_key)  # [B, T, 2, F]
+        activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return self.down(activated, rounding_key=down_key), {}
+
+
+class Llama(Decoder):
+    """The Llama family (arXiv 2302.13971, 2407.21783)."""
+
+    num_mlp_keys = 2
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        if config.moe is not None:
+            raise UserError("model.moe is set, but model.architecture=llama has no experts: use mixtral")
+
+    @classmethod
+    def mlp_linears(cls, config: ModelConfig) -> tuple[LinearShape, ...]:
+        return (
+            LinearShape("gate_up", config.embed_dim, 2 * config.mlp_dim),
+            LinearShape("down", config.mlp_dim, config.embed_dim),
+        )
+
+    @classmethod
+    def make_mlp(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> GatedMLP:
+        return GatedMLP(config, recipe=recipe, rngs=rngs)
