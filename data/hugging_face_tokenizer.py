@@ -1,0 +1,138 @@
+"""Hugging Face `tokenizer.json` files (Llama 3, Mistral, Qwen, SmolLM2) through `tokenizers`."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from ..errors import UserError
+from .tokenizer import HUGGING_FACE_FILE, REPLACEMENT, Tokenizer, content_fingerprint
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+# For a tokenizer.json that lies alone: the names that published tokenizers give these tokens.
+_KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
+_KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+_KNOWN_PAD = ("<pad>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`. The beginning and end of a document come from the files beside it
+    (`tokenizer_config.json`, `special_tokens_map.json`), else from the names in common use."""
+
+    def __init__(self, content: bytes, path: Path):
+        """Takes the bytes of the file and where it lies.
+
+        Raises:
+          UserError: not a tokenizer.json, of a kind whose bytes cannot be counted, or one without
+            an end-of-document token.
+        """
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            specification: dict[str, Any] = json.loads(content)
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(
+                f"{path} is not a tokenizer.json ({error}): name another data.tokenizer"
+            ) from error
+        self._tokenizer.encode_special_tokens = True  # "</s>" in a text stays text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._content = content
+        self._settings = {
+            name: (path.parent / name).read_bytes()
+            for name in _SETTINGS_FILES
+            if (path.parent / name).is_file()
+        }
+        self.name = str(path)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.bos_id = self._special("bos_token", _KNOWN_BOS)
+        eos_id = self._special("eos_token", _KNOWN_EOS)
+        if eos_id is None:
+            raise UserError(
+                f"{path} names no end-of-document token: put a tokenizer_config.json with "
+                "eos_token beside it"
+            )
+        self.eos_id = eos_id
+        pad_id = self._special("pad_token", _KNOWN_PAD)
+        self.pad_id = eos_id if pad_id is None else pad_id
+        self._lengths = self._count_bytes(vocabulary, specification, path)
+        self.fingerprint = content_fingerprint(content)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without beginning and end."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[np.ndarray]:
+        """int32 arrays. The library's own pool decides how many threads; 1 forbids it."""
+        previous = os.environ.get("TOKENIZERS_PARALLELISM")
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        finally:
+            if previous is None:
+                del os.environ["TOKENIZERS_PARALLELISM"]
+            else:
+                os.environ["TOKENIZERS_PARALLELISM"] = previous
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`."""
+        text, run = "", []
+        for token in map(int, ids):
+            if token < self.vocab_size:
+                run.append(token)
+            else:
+                text += self._tokenizer.decode(run, skip_special_tokens=True) + REPLACEMENT
+                run = []
+        return text + self._tokenizer.decode(run, skip_special_tokens=True)
+
+    def token_byte_lengths(self) -> np.ndarray:
+        """int32 [vocab_size]; 0 for special tokens and for ids that the file leaves out."""
+        return self._lengths.copy()
+
+    def save(self, directory: str | Path) -> Path:
+        """Writes `tokenizer.json` and the settings that name its special tokens."""
+        path = Path(directory, HUGGING_FACE_FILE)
+        path.write_bytes(self._content)
+        for name, content in self._settings.items():
+            Path(directory, name).write_bytes(content)
+        return path
+
+    def _special(self, key: str, known: Sequence[str]) -> int | None:
+        """The id of a special token that the settings name, else of the first known name."""
+        for content in self._settings.values():
+            settings = json.loads(content)
+            if key in settings:
+                token = settings[key]
+                token = token.get("content") if isinstance(token, dict) else token
+                return None if token is None else self._tokenizer.token_to_id(token)
+        ids = (self._tokenizer.token_to_id(token) for token in known)
+        return next((token_id for token_id in ids if token_id is not None), None)
+
+    def _count_bytes(
+        self, vocabulary: dict[str, int], specification: dict[str, Any], path: Path
+    ) -> np.ndarray:
+        decoder = json.dumps(specification.get("decoder"), ensure_ascii=False)
+        byte_level = '"ByteLevel"' in decoder
+        if not byte_level and _SPACE not in decoder:
+            raise UserError(
+                f"{path} decodes neither by bytes nor by {_SPACE} for a space, so its bytes cannot "
+                "be counted: use another data.tokenizer"
+            )
+        added = {token["id"]: token for token in specification.get("added_tokens", [])}
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for piece, token in vocabulary.items():
+            if token in added:
+                lengths[token] = 0 if added[token]["special"] else len(piece.encode())
+            elif byte_level:
+                lengths[token] = len(piece)  # one character stands for one byte
+            elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                lengths[token] = 1
+            else:
+                lengths[token] = len(piece.replace(_SPACE, " ").encode())
+        return lengths

@@ -1,0 +1,245 @@
+"""Batches: an endless resumable iterator for training, a fixed list for validation.
+
+Batch k is a function of the corpus, the seed and k alone. Row r of batch k is row
+k * batch_size + r of an endless sequence that goes through all rows once an epoch, in a new global
+random order each. So the state is one number, and setting it is instant at any step.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from ..errors import UserError
+from .config import DataConfig
+from .corpus import Corpus, TokenStream, load_corpus
+from .packing import Batch, count_rows, pack_rows
+from .tokenizer import Tokenizer
+
+_ENDLESS = 2**62
+_BATCHES_AHEAD_PER_WORKER = 2
+
+
+class _PackedBatches:
+    """Random access to one process's part of every batch: what Grain reads from.
+
+    A whole batch is packed at once because that is ten times as fast as row by row.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        order: grain.MapDataset,
+        *,
+        first_row: int,
+        batch_size: int,
+        part: slice,
+        sequence_length: int,
+    ):
+        self._stream, self._order = stream, order
+        self._first_row, self._batch_size, self._part = first_row, batch_size, part
+        self._sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: Any) -> Batch:
+        begin = self._first_row + int(index) * self._batch_size
+        places = range(begin + self._part.start, begin + self._part.stop)
+        rows = np.fromiter((self._order[place] for place in places), np.int64, len(places))
+        return pack_rows(self._stream, rows, self._sequence_length)
+
+
+class TrainIterator(Iterator[Batch]):
+    """Endless training batches with a state that fits in a line of JSON.
+
+    Attributes:
+      corpus: the token streams and the manifest.
+      rows_per_epoch: rows after which every token has been a target once more.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        packing: str,
+        shuffle: bool,
+        num_workers: int,
+        part: slice,
+    ):
+        """`part` is the slice of each batch of `batch_size` rows that this process gets."""
+        self.corpus = corpus
+        self.rows_per_epoch = count_rows(corpus.train, sequence_length)
+        self._batch_size, self._sequence_length, self._part = batch_size, sequence_length, part
+        self._order = grain.MapDataset.range(self.rows_per_epoch)
+        if shuffle:
+            self._order = self._order.shuffle(seed=_shuffle_seed(seed))
+        self._options = grain.ReadOptions(
+            num_threads=num_workers, prefetch_buffer_size=_BATCHES_AHEAD_PER_WORKER * num_workers
+        )
+        self._determines = {
+            "corpus": corpus.key,
+            "sequence_length": sequence_length,
+            "packing": packing,
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._rows_read = 0
+        self._batches = self._start()
+
+    def __iter__(self) -> "TrainIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        """This process's rows of the next batch; see `pack_rows` for the arrays."""
+        batch = next(self._batches)
+        self._rows_read += self._batch_size
+        return batch
+
+    @property
+    def epoch(self) -> float:
+        """Times that the training split has been read."""
+        return self._rows_read / self.rows_per_epoch
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able: the rows read by all processes together, and what determines their order."""
+        return {"rows_read": self._rows_read, **self._determines}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on behind the batch after which `state` was taken. Another batch size or number of
+        processes or workers may go on from it: no row is lost or read twice.
+
+        Raises:
+          UserError: the state is of other data, so that going on would mix two orders.
+        """
+        for key, value in self._determines.items():
+            if state.get(key) != value:
+                raise UserError(
+                    f"the checkpoint's data position is for {key}={state.get(key)} but this run "
+                    f"has {key}={value}: restore the data settings of that run, or start a new "
+                    "one from its weights"
+                )
+        self._batches.close()
+        self._rows_read = int(state["rows_read"])
+        self._batches = self._start()
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self._batches.close()
+
+    def _start(self) -> grain.DatasetIterator:
+        batches = _PackedBatches(
+            self.corpus.train,
+            self._order,
+            first_row=self._rows_read,
+            batch_size=self._batch_size,
+            part=self._part,
+            sequence_length=self._sequence_length,
+        )
+        # Threads, not processes: packing is a few array operations per batch, far faster than a
+        # step, and a thread needs no shared memory, cannot be killed alone, starts at once, and
+        # raises its error in the consumer.
+        return iter(grain.MapDataset.source(batches).to_iter_dataset(self._options))
+
+
+def make_train_iterator(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> TrainIterator:
+    """Endless training batches; tokenises the corpus first if it is not in the cache.
+
+    Args:
+      config, tokenizer: what to read and how.
+      batch_size: rows of the global batch.
+      sequence_length: tokens in a row.
+      seed: of the order of rows; any integer.
+      process_index, process_count: this process gets its contiguous share of each global batch,
+        which is the same set of rows whatever the number of processes.
+
+    Returns:
+      An iterator over dicts of [batch_size / process_count, sequence_length] arrays.
+
+    Raises:
+      UserError: the corpus cannot be read or is smaller than one batch, or the batch cannot be
+        divided by the number of processes.
+    """
+    part = _part(batch_size, process_index, process_count)
+    corpus = load_corpus(config, tokenizer)
+    rows = count_rows(corpus.train, sequence_length)
+    if rows < batch_size:
+        raise UserError(
+            f"{corpus.description} gives {rows} rows of {sequence_length} tokens, fewer than "
+            f"batch_size={batch_size}: add text or reduce batch_size or sequence_length"
+        )
+    return TrainIterator(
+        corpus,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        seed=seed,
+        packing=config.packing,
+        shuffle=config.shuffle,
+        num_workers=config.num_workers,
+        part=part,
+    )
+
+
+def make_validation_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    max_batches: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> list[Batch]:
+    """The fixed validation batches: the same for every seed, run and batch of training.
+
+    Rows come in one fixed random order, so that a few batches sample all held-out documents. With
+    `max_batches` None every held-out token is a target once; the last batch is filled with rows of
+    padding. Empty when `validation_fraction` is 0.
+
+    Raises:
+      UserError: as `make_train_iterator`.
+    """
+    part = _part(batch_size, process_index, process_count)
+    corpus = load_corpus(config, tokenizer)
+    num_rows = count_rows(corpus.validation, sequence_length)
+    num_batches = -(-num_rows // batch_size)
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    order = np.full(-(-num_rows // batch_size) * batch_size, num_rows)
+    order[:num_rows] = np.random.Generator(np.random.Philox(0)).permutation(num_rows)
+    return [
+        pack_rows(corpus.validation, rows[part], sequence_length)
+        for rows in order.reshape(-1, batch_size)[:num_batches]
+    ]
+
+
+def _part(batch_size: int, process_index: int, process_count: int) -> slice:
+    if batch_size < 1 or batch_size % process_count:
+        raise UserError(
+            f"batch_size={batch_size} cannot be shared evenly by {process_count} processes: "
+            "make it a positive multiple"
+        )
+    assert 0 <= process_index < process_count, (process_index, process_count)
+    share = batch_size // process_count
+    return slice(process_index * share, (process_index + 1) * share)
+
+
+def _shuffle_seed(seed: int) -> int:
+    """32 bits for Grain, which adds the epoch to it: hashed, so that neighbouring seeds' epochs
+    do not share orders."""
+    digest = hashlib.blake2b(f"row order {seed}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")

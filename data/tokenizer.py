@@ -1,0 +1,160 @@
+"""What a tokenizer is here, the byte tokenizer, and loading one by its name or path."""
+
+import abc
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UserError
+
+SENTENCEPIECE_FILE = "tokenizer.model"
+HUGGING_FACE_FILE = "tokenizer.json"
+BYTES_FILE = "tokenizer.bytes"
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(abc.ABC):
+    """Text to token ids and back.
+
+    `encode` never adds a document's beginning or end: the pipeline does (see packing.py), and never
+    turns text that spells a special token ("</s>") into that token.
+
+    Attributes:
+      name: for messages and manifests.
+      vocab_size: ids are in [0, vocab_size).
+      bos_id: id of the beginning of a document, or None.
+      eos_id: id of the end of a document.
+      pad_id: id that fills rows; equal to eos_id for a tokenizer without one of its own.
+      fingerprint: a hash of everything that determines the ids.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+    pad_id: int
+    fingerprint: str
+
+    @property
+    def start_id(self) -> int:
+        """What a document begins with: `bos_id`, or `eos_id` when there is none."""
+        return self.eos_id if self.bos_id is None else self.bos_id
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`."""
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[np.ndarray]:
+        """The ids of each text, equal to `encode`'s, as integer arrays; in parallel."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text. Special tokens give nothing; ids beyond the vocabulary, as a model with a
+        padded vocabulary may sample them, give U+FFFD each."""
+
+    @abc.abstractmethod
+    def token_byte_lengths(self) -> np.ndarray:
+        """int32 [vocab_size]: UTF-8 bytes that each token stands for; 0 for special tokens.
+
+        Summed over the ids of a text it is the text's length in UTF-8, exactly, for a lossless
+        tokenizer. So bits per byte = nats summed over targets / (ln 2 x bytes summed over targets).
+        """
+
+    @abc.abstractmethod
+    def save(self, directory: str | Path) -> Path:
+        """Writes a file from which `load_tokenizer_file(directory)` makes the same tokenizer."""
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255, then the beginning, the end and the padding: 259 ids."""
+
+    def __init__(self) -> None:
+        self.name = "bytes"
+        self.vocab_size = 259
+        self.bos_id, self.eos_id, self.pad_id = 256, 257, 258
+        self.fingerprint = "bytes-1"
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[np.ndarray]:
+        """uint8 arrays; one thread, because this is a copy."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 give U+FFFD."""
+        replacement = REPLACEMENT.encode()
+        parts = (
+            bytes((token,)) if token < 256 else b"" if token < self.vocab_size else replacement
+            for token in ids
+        )
+        return b"".join(parts).decode(errors="replace")
+
+    def token_byte_lengths(self) -> np.ndarray:
+        """int32 [259]: 1 for each byte, 0 for the three special tokens."""
+        lengths = np.ones(self.vocab_size, np.int32)
+        lengths[256:] = 0
+        return lengths
+
+    def save(self, directory: str | Path) -> Path:
+        """Writes a one-line marker file."""
+        path = Path(directory, BYTES_FILE)
+        path.write_text(json.dumps({"type": "bytes", "version": 1}) + "\n")
+        return path
+
+
+def load_tokenizer_file(path: str | Path) -> Tokenizer:
+    """Loads "bytes", a SentencePiece `.model`, a `tokenizer.json`, or a directory with one of them.
+
+    Raises:
+      UserError: nothing there, or not a tokenizer.
+    """
+    from .hugging_face_tokenizer import HuggingFaceTokenizer
+    from .sentencepiece_tokenizer import SentencePieceTokenizer
+
+    if str(path) == "bytes":
+        return ByteTokenizer()
+    file = Path(path).expanduser()
+    if file.is_dir():
+        names = (HUGGING_FACE_FILE, SENTENCEPIECE_FILE, BYTES_FILE)
+        found = [file / name for name in names if (file / name).is_file()]
+        if not found:
+            raise UserError(f"no tokenizer in {path}: it should hold {' or '.join(names)}")
+        file = found[0]
+    if not file.is_file():
+        raise UserError(
+            f"data.tokenizer={path} does not exist: name a .model, a tokenizer.json, a directory "
+            "with one of them, or bytes"
+        )
+    if file.name == BYTES_FILE:
+        return ByteTokenizer()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read the tokenizer {file} ({error.strerror}): correct the permissions"
+        ) from error
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer(content, file)
+    return SentencePieceTokenizer(content, str(file))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError when the tokenizer has ids that a model of `vocab_size` does not have."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens but the model only "
+            f"{vocab_size}: set model.vocab_size={tokenizer.vocab_size} or more, or choose another "
+            "data.tokenizer"
+        )
+
+
+def content_fingerprint(content: bytes) -> str:
+    """A hash of a tokenizer file's bytes."""
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
