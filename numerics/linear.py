@@ -47,7 +47,7 @@ def linear(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(recipe: Recipe, content_seeded: bool, x: jax.Array, kernel: jax.Array, words: jax.Array) -> jax.Array:
-    return backend.forward(recipe, x, kernel, words)[0]
+    return backend.fprop(recipe, x, kernel)[0]
 
 
 def _linear_forward(recipe, content_seeded, x, kernel, words):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import BLOCK, Format, from_bits, round_e2m1, round_e2m1_stochastic
@@ -140,25 +139,25 @@ def save(operand: GemmOperand, spec: Operand) -> GemmOperand:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, QUANTIZED_NAME), operand)
 
 
-def prepare_weights(recipe: Recipe, kernel: jax.Array, words: jax.Array, **amax) -> tuple[GemmOperand, GemmOperand]:
-    """The kernel for fprop (contracted along K) and for dgrad (along N): the same one for 2D blocks."""
-    forward = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1), **amax)
-    if recipe.quantizes_weight_once:
-        saved = save(forward, recipe.fprop_w)
-        return saved, saved
-    backward = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, _DGRAD_WEIGHT_SALT), **amax)
-    return forward, save(backward, recipe.dgrad_w)
+def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
+    """y = x w in x's dtype, and the weight as it was rounded. x: [..., K], kernel: [K, *N] -> [..., *N]."""
+    fprop_w = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1))
+    fprop_x = prepare(recipe.fprop_x, token_axes(x), (-1, -2))
+    product = contract(fprop_x, fprop_w, ((-1,), (0,)))
+    return product.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype), fprop_w
 
 
 def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -> tuple[jax.Array, Residuals]:
-    """y = x w in x's dtype. x: [..., K], kernel: [K, *N], words: uint32 [2] -> y [..., *N] and the residuals."""
-    leading = x.shape[:-1]
-    x = token_axes(x)
-    fprop_w, dgrad_w = prepare_weights(recipe, kernel, words)
-    product = contract(prepare(recipe.fprop_x, x, (-1, -2)), fprop_w, ((-1,), (0,)))
-    y = checkpoint_name(product.reshape(*leading, *kernel.shape[1:]).astype(x.dtype), GEMM_NAME)
-    wgrad_x = prepare(recipe.wgrad_x, pad_tokens(x, -2), (-2, -1), fold(words, _WGRAD_INPUT_SALT))
-    return y, Residuals(save(wgrad_x, recipe.wgrad_x), dgrad_w)
+    """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
+    y, fprop_w = fprop(recipe, x, kernel)
+    if recipe.quantizes_weight_once:
+        dgrad_w = fprop_w
+    else:
+        dgrad_w = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, _DGRAD_WEIGHT_SALT))
+    tokens = pad_tokens(token_axes(x), -2)
+    wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, _WGRAD_INPUT_SALT))
+    residuals = Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
+    return checkpoint_name(y, GEMM_NAME), residuals
 
 
 def backward(

@@ -1,0 +1,86 @@
+"""NVFP4Dense: `nnx.Linear` whose three GEMMs follow a precision recipe."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..numerics import Recipe, get_recipe, linear
+from ..numerics.formats import BLOCK
+from .rounding import RoundingStream
+
+Initializer = jax.nn.initializers.Initializer
+_default_kernel_init = nnx.initializers.lecun_normal()
+_default_bias_init = nnx.initializers.zeros_init()
+
+
+class NVFP4Dense(nnx.Module):
+    """y = x @ kernel + bias, its forward and backward GEMMs in the recipe's precision.
+
+    A drop-in for `flax.nnx.Linear`: the same arguments plus `recipe`, the same `kernel` and `bias`. The
+    master weight and its gradient are float32 (`param_dtype`); blocks of 16 run along the contracted axis of
+    each GEMM, so `in_features` and the last of `out_features` are multiples of 16 for an FP4 recipe.
+
+    kernel: [in_features, *out_features]; bias: [*out_features] or None.
+    Source of the recipe: arXiv 2509.25149.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        use_bias: bool = True,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,  # type: ignore[assignment]
+        kernel_init: Initializer = _default_kernel_init,
+        bias_init: Initializer = _default_bias_init,
+        recipe: str | Recipe = "nvfp4",
+        rounding: Literal["stream", "explicit"] = "stream",
+        name: str = "NVFP4Dense",
+        rngs: nnx.Rngs,
+    ):
+        """
+        in_features: length of x's last axis. out_features: an int, or several axes of one fused product.
+        dtype: dtype of the output and of the activations (None: x's own). param_dtype: of the master weights.
+        recipe: a name or a `Recipe`. name: what error messages call the layer.
+        rounding: "stream" keeps a random stream in the layer, advanced by each call under NNX transforms
+        (like `nnx.Dropout`); "explicit" keeps none: pass `rounding_key` to the calls that are differentiated.
+
+        Raises ValueError when an FP4 recipe meets a dimension that is not a multiple of 16.
+        """
+        self.in_features = in_features
+        self.out_features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.recipe = get_recipe(recipe)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.name = name
+        check_blocks(self.recipe, name, in_features=in_features, out_features=self.out_features[-1])
+        shape = (in_features, math.prod(self.out_features))
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype).reshape(in_features, *self.out_features))
+        self.bias = nnx.Param(bias_init(rngs.params(), self.out_features, param_dtype)) if use_bias else None
+        self.rounding = RoundingStream.create(rounding, self.recipe, rngs)
+
+    def __call__(self, x: jax.Array, *, rounding_key: jax.Array | None = None) -> jax.Array:
+        """x: [..., in_features] -> [..., *out_features].
+
+        rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without it the
+        layer's stream gives one.
+        """
+        x = x if self.dtype is None else x.astype(self.dtype)
+        key, content_seeded = self.rounding.draw(rounding_key) if self.rounding else (rounding_key, rounding_key is None)
+        y = linear(x, self.kernel[...], recipe=self.recipe, key=key, content_seeded=content_seeded)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+def check_blocks(recipe: Recipe, name: str, **dimensions: int) -> None:
+    """Raise ValueError when an FP4 recipe meets a dimension that blocks of 16 do not divide."""
+    for dimension, value in dimensions.items():
+        if recipe.uses_fp4 and value % BLOCK:
+            raise ValueError(
+                f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe {recipe.name!r} needs: "
+                f'use {value + -value % BLOCK}, or recipe="bf16" for this layer'
+            )

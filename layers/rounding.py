@@ -1,0 +1,39 @@
+"""Where a layer's stochastic rounding gets its random bits from."""
+
+from typing import Literal
+
+import jax
+from flax import nnx
+
+from ..numerics import Recipe
+
+
+class RoundingStream(nnx.Module):
+    """A layer's own stream of rounding keys, advanced by each call, like the stream of `nnx.Dropout`.
+
+    A call under a plain JAX transform that closes over the module cannot advance the stream, and a pure
+    training loop that does not carry the stream's count does not. Both would reuse their bits at every step,
+    which biases the weights; so the bits of the incoming gradient are mixed into the key as well.
+    """
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.key = nnx.RngKey(rngs.stochastic_rounding(), tag="stochastic_rounding")
+        self.count = nnx.RngCount(jax.numpy.zeros((), jax.numpy.uint32), tag="stochastic_rounding")
+
+    @classmethod
+    def create(
+        cls, rounding: Literal["stream", "explicit"], recipe: Recipe, rngs: nnx.Rngs
+    ) -> "RoundingStream | None":
+        """The stream of a layer that needs one, or None. Raises ValueError for an unknown `rounding`."""
+        if rounding not in ("stream", "explicit"):
+            raise ValueError(f'rounding={rounding!r}: use "stream" or "explicit"')
+        return cls(rngs) if rounding == "stream" and recipe.uses_stochastic_rounding else None
+
+    def draw(self, key: jax.Array | None) -> tuple[jax.Array, bool]:
+        """(key for this call, whether to mix in the gradient's bits): the caller's key, or the stream's next."""
+        if key is not None:
+            return key, False
+        key = jax.random.fold_in(self.key[...], self.count[...])
+        if self.count._can_update:
+            self.count[...] += 1
+        return key, True
