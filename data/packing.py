@@ -41,12 +41,12 @@ def pack_rows(stream: TokenStream, rows: np.ndarray, sequence_length: int) -> Ba
     begins = np.minimum(np.asarray(rows, np.int64) * sequence_length, num_tokens)
     ends = np.minimum(begins + sequence_length, num_tokens)
 
-    targets = np.full((num_rows, sequence_length), stream.pad_id, np.int32)
-    inputs = np.full((num_rows, sequence_length), stream.pad_id, np.int32)
+    padded = np.flatnonzero(ends - begins < sequence_length)
+    targets = np.empty((num_rows, sequence_length), np.int32)
+    inputs = np.empty((num_rows, sequence_length), np.int32)
     for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
         targets[row, : end - begin] = stream.tokens[begin:end]
-        if 0 < begin < end:
-            inputs[row, 0] = stream.tokens[begin - 1]
+        inputs[row, 0] = stream.tokens[max(begin, 1) - 1]
     inputs[:, 1:] = targets[:, :-1]
 
     # Documents that begin within a row, all rows at once: [B] ranges of `starts`, laid end to end.
@@ -65,8 +65,9 @@ def pack_rows(stream: TokenStream, rows: np.ndarray, sequence_length: int) -> Ba
     positions = column - np.maximum.accumulate(begins_segment * column, axis=1)
     loss_mask = np.ones((num_rows, sequence_length), np.float32)
 
-    for row in np.flatnonzero(ends - begins < sequence_length):
+    for row in padded:
         padding = np.s_[row, ends[row] - begins[row] :]
+        targets[padding] = stream.pad_id
         inputs[padding] = stream.pad_id
         segment_ids[padding] = 0
         positions[padding] = 0

@@ -31,14 +31,15 @@ class _PackedBatches:
     def __init__(
         self,
         stream: TokenStream,
-        order: grain.MapDataset,
+        shuffle_seed: int | None,
         *,
         first_row: int,
         batch_size: int,
         part: slice,
         sequence_length: int,
     ):
-        self._stream, self._order = stream, order
+        self._stream, self._shuffle_seed = stream, shuffle_seed
+        self._num_rows = count_rows(stream, sequence_length)
         self._first_row, self._batch_size, self._part = first_row, batch_size, part
         self._sequence_length = sequence_length
 
@@ -48,8 +49,16 @@ class _PackedBatches:
     def __getitem__(self, index: Any) -> Batch:
         begin = self._first_row + int(index) * self._batch_size
         places = range(begin + self._part.start, begin + self._part.stop)
-        rows = np.fromiter((self._order[place] for place in places), np.int64, len(places))
+        rows = np.array([self._row_at(place) for place in places], np.int64)
         return pack_rows(self._stream, rows, self._sequence_length)
+
+    def _row_at(self, place: int) -> int:
+        """The row at a place of the endless sequence: a new permutation every epoch, computed
+        place by place (a small block cipher), so that no list of all rows is kept."""
+        epoch, index = divmod(place, self._num_rows)
+        if self._shuffle_seed is None:
+            return index
+        return _permuted(index, self._num_rows, self._shuffle_seed + epoch)
 
 
 class TrainIterator(Iterator[Batch]):
@@ -76,14 +85,12 @@ class TrainIterator(Iterator[Batch]):
         self.corpus = corpus
         self.rows_per_epoch = count_rows(corpus.train, sequence_length)
         self._batch_size, self._sequence_length, self._part = batch_size, sequence_length, part
-        self._order = grain.MapDataset.range(self.rows_per_epoch)
-        if shuffle:
-            self._order = self._order.shuffle(seed=_shuffle_seed(seed))
+        self._shuffle_seed = _shuffle_seed(seed) if shuffle else None
         self._options = grain.ReadOptions(
             num_threads=num_workers, prefetch_buffer_size=_BATCHES_AHEAD_PER_WORKER * num_workers
         )
         self._determines = {
-            "corpus": corpus.key,
+            "corpus": corpus.digest,
             "sequence_length": sequence_length,
             "packing": packing,
             "shuffle": shuffle,
@@ -135,7 +142,7 @@ class TrainIterator(Iterator[Batch]):
     def _start(self) -> grain.DatasetIterator:
         batches = _PackedBatches(
             self.corpus.train,
-            self._order,
+            self._shuffle_seed,
             first_row=self._rows_read,
             batch_size=self._batch_size,
             part=self._part,
@@ -219,11 +226,11 @@ def make_validation_batches(
     num_batches = -(-num_rows // batch_size)
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
-    order = np.full(-(-num_rows // batch_size) * batch_size, num_rows)
-    order[:num_rows] = np.random.Generator(np.random.Philox(0)).permutation(num_rows)
+    order = [_permuted(index, num_rows, seed=0) for index in range(num_rows)]
+    order += [num_rows] * (-num_rows % batch_size)  # rows behind the last are padding
     return [
         pack_rows(corpus.validation, rows[part], sequence_length)
-        for rows in order.reshape(-1, batch_size)[:num_batches]
+        for rows in np.array(order, np.int64).reshape(-1, batch_size)[:num_batches]
     ]
 
 
@@ -238,8 +245,15 @@ def _part(batch_size: int, process_index: int, process_count: int) -> slice:
     return slice(process_index * share, (process_index + 1) * share)
 
 
+def _permuted(index: int, number: int, seed: int) -> int:
+    """Where `index` goes in a pseudo-random permutation of range(number)."""
+    return grain.experimental.index_shuffle(
+        index, max_index=number - 1, seed=seed % 2**32, rounds=4
+    )
+
+
 def _shuffle_seed(seed: int) -> int:
-    """32 bits for Grain, which adds the epoch to it: hashed, so that neighbouring seeds' epochs
-    do not share orders."""
+    """32 bits, to which the epoch is added: hashed, so that the second epoch of one seed is not the
+    first of the next."""
     digest = hashlib.blake2b(f"row order {seed}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
