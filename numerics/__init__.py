@@ -1,6 +1,7 @@
 """NVFP4 arithmetic: pure functions on arrays, no NNX."""
 
 from .formats import Format
+from .grouped import grouped_linear
 from .hadamard import random_hadamard
 from .linear import linear
 from .quantize import QuantizedTensor, quantize
@@ -13,6 +14,7 @@ __all__ = [
     "QuantizedTensor",
     "Recipe",
     "get_recipe",
+    "grouped_linear",
     "linear",
     "nvfp4_recipe",
     "quantize",

@@ -39,10 +39,14 @@ def linear(
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
         return jax.lax.dot_general(x, kernel, axes, preferred_element_type=jnp.float32).astype(x.dtype)
+    return _linear(recipe, content_seeded, x, kernel, rounding_words(recipe, key, content_seeded))
+
+
+def rounding_words(recipe: Recipe, key: jax.Array | None, content_seeded: bool) -> jax.Array:
+    """uint32 [2] from the key of a call. Raises ValueError when the recipe needs one and there is none."""
     if recipe.uses_stochastic_rounding and key is None and not content_seeded:
         raise ValueError(f"recipe {recipe.name!r} rounds gradients stochastically: pass key= or content_seeded=True")
-    words = jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
-    return _linear(recipe, content_seeded, x, kernel, words)
+    return jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,5 +1,5 @@
 """Where the GEMMs run. A backend is a module with `forward` and `backward`; see emulated.py for their contract."""
 
-from . import emulated
+from . import emulated, emulated_grouped
 
-__all__ = ["emulated"]
+__all__ = ["emulated", "emulated_grouped"]

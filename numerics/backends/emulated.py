@@ -26,7 +26,7 @@ from ..recipe import Operand, Recipe
 # recomputation would have to quantise again.
 QUANTIZED_NAME = "quantized"
 GEMM_NAME = "gemm"
-_DGRAD_SALT, _DGRAD_WEIGHT_SALT, _WGRAD_INPUT_SALT, _WGRAD_SALT = 1, 2, 3, 4
+DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)  # one key a call, one stream an operand
 
 
 class GemmOperand(NamedTuple):
@@ -97,14 +97,19 @@ def _round_high_precision(x: jax.Array, format: Format) -> jax.Array:
 
 
 def contract(left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """The product over `axes` of left and right, accumulated and returned in float32."""
+    """The product over `axes` of left and right with their scales, float32."""
+    return rescale(rescale(product(left, right, axes), left.scale), right.scale)
+
+
+def product(left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """The product over `axes` of the values alone, accumulated in float32."""
     a, b = left.values, right.values
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    axes = tuple(tuple(axis % side.ndim for axis in part) for part, side in zip(axes, (a, b), strict=True))  # type: ignore[assignment]
+    left_axes, right_axes = (tuple(axis % side.ndim for axis in part) for part, side in zip(axes, (a, b), strict=True))
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    product = jax.lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-    return rescale(rescale(product, left.scale), right.scale)
+    dimensions = ((left_axes, right_axes), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def rescale(product: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -143,8 +148,8 @@ def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, G
     """y = x w in x's dtype, and the weight as it was rounded. x: [..., K], kernel: [K, *N] -> [..., *N]."""
     fprop_w = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1))
     fprop_x = prepare(recipe.fprop_x, token_axes(x), (-1, -2))
-    product = contract(fprop_x, fprop_w, ((-1,), (0,)))
-    return product.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype), fprop_w
+    y = contract(fprop_x, fprop_w, ((-1,), (0,)))
+    return y.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype), fprop_w
 
 
 def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -> tuple[jax.Array, Residuals]:
@@ -153,9 +158,9 @@ def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -
     if recipe.quantizes_weight_once:
         dgrad_w = fprop_w
     else:
-        dgrad_w = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, _DGRAD_WEIGHT_SALT))
+        dgrad_w = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, DGRAD_WEIGHT_SALT))
     tokens = pad_tokens(token_axes(x), -2)
-    wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, _WGRAD_INPUT_SALT))
+    wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, WGRAD_INPUT_SALT))
     residuals = Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
     return checkpoint_name(y, GEMM_NAME), residuals
 
@@ -170,11 +175,11 @@ def backward(
     out_shape = g.shape[g.ndim - len(out_axes) :]
     if not (leading and leading[-1] % BLOCK == 0):
         g = g.reshape(math.prod(leading), *out_shape)
-    dgrad_g = prepare(recipe.dgrad_g, g, (-1, -1 - len(out_axes)), fold(words, _DGRAD_SALT))
+    dgrad_g = prepare(recipe.dgrad_g, g, (-1, -1 - len(out_axes)), fold(words, DGRAD_SALT))
     dx = contract(dgrad_g, dgrad_w, (out_axes, out_axes))
     token_axis = -1 - len(out_axes)
     padded = pad_tokens(g, token_axis)
-    wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, _WGRAD_SALT))
+    wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, WGRAD_SALT))
     tokens = tuple(range(wgrad_x.values.ndim - 1))
     dw = contract(wgrad_x, wgrad_g, (tokens, tokens))
     return dx.reshape(*leading, dx.shape[-1]).astype(dtypes[0]), dw.astype(dtypes[1])
