@@ -121,7 +121,7 @@ def load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
     if not file.is_file():
         began = time.perf_counter()
         texts = _tokenizer_sample(source, config.validation_fraction)
-        model = train_sentencepiece(texts, vocab_size, num_threads=available_cpus())
+        model = train_sentencepiece(texts, vocab_size)
         with publish(entry) as directory:
             (directory / SENTENCEPIECE_FILE).write_bytes(model)
         note(
