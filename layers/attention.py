@@ -1,10 +1,10 @@
 """Causal grouped-query self-attention with RoPE, packed documents and a sliding window.
 
-The projections are NVFP4Dense layers; the query-key and attention-value products and the softmax are
-always high precision. `dot_product_attention` is the one place where an implementation is chosen.
+The projections are NVFP4Dense layers; the query-key and attention-value products and the softmax
+are always high precision. `dot_product_attention` is where an implementation is chosen.
 
-Legend: B batch, T query tokens, S key tokens, D embedding dimension, N query heads, K key/value heads,
-G = N/K query heads per key/value head, H head dimension.
+Legend: B batch, T query tokens, S key tokens, D embedding dimension, N query heads, K key/value
+heads, G = N/K query heads per key/value head, H head dimension.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ..numerics import Recipe
 from .dense import NVFP4Dense
 from .norm import RMSNorm
 from .rope import RopeScaling, RopeTables, apply_rope, rope_frequencies, rope_tables
+
+_default_init = jax.nn.initializers.normal(0.02)
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +43,7 @@ class AttentionPattern:
     sliding_window: int | None = field(default=None, metadata={"static": True})
 
     def segment_mask(self) -> jax.Array | None:
-        """True where query and key share a document, bool [B, 1, T, S]; None without segment ids."""
+        """True where query and key share a document, bool [B, 1, T, S]; None without ids."""
         if self.query_segment_ids is None or self.key_segment_ids is None:
             return None
         return (self.query_segment_ids[:, :, None] == self.key_segment_ids[:, None, :])[:, None]
@@ -71,9 +73,9 @@ class AttentionImplementation:
 
 
 def _xla(query, key, value, pattern):
-    # Without the checkpoint, differentiation stores two float32 [B, N, T, S] tensors a layer; with it
-    # the scores are computed again from query and key, which is also faster on a CPU (0.85x). Inside
-    # scan no optimisation barrier is needed to keep XLA from undoing this.
+    # Without the checkpoint, differentiation stores two float32 [B, N, T, S] tensors a layer; with
+    # it the scores are computed again from query and key, which is also faster on a CPU (0.85x).
+    # Inside scan no optimisation barrier is needed to keep XLA from undoing this.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def core(query, key, value, pattern):
         mask = pattern.mask(query.shape[1], key.shape[1])
@@ -84,7 +86,9 @@ def _xla(query, key, value, pattern):
 
 def _cudnn(query, key, value, pattern):
     # cuDNN's flash attention skips blocks by its own causal and window rules, which know no offset.
-    call = functools.partial(jax.nn.dot_product_attention, query, key, value, implementation="cudnn")
+    call = functools.partial(
+        jax.nn.dot_product_attention, query, key, value, implementation="cudnn"
+    )
     if pattern.query_offset is not None:
         return call(mask=pattern.mask(query.shape[1], key.shape[1]))
     window = None if pattern.sliding_window is None else (pattern.sliding_window - 1, 0)
@@ -120,8 +124,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """softmax(q kᵀ / sqrt(H)) v over the keys that `pattern` allows, softmax in float32.
 
-    query [B, T, N, H], key and value [B, S, K, H] -> [B, T, N, H]; all of one dtype. Query head n uses
-    key/value head n // G. A row that may see no key at all averages all values: mask its loss.
+    query [B, T, N, H], key and value [B, S, K, H] -> [B, T, N, H]; all of one dtype. Query head n
+    uses key/value head n // G. A row that may see no key at all averages all values.
 
     `implementation` is "auto" (by platform) or a name in ATTENTION_IMPLEMENTATIONS.
 
@@ -132,7 +136,9 @@ def dot_product_attention(
         implementation = _automatic_implementation(query)
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         names = ", ".join(["auto", *ATTENTION_IMPLEMENTATIONS])
-        raise ValueError(f"unknown attention implementation {implementation!r}; choose from {names}")
+        raise ValueError(
+            f"unknown attention implementation {implementation!r}; choose from {names}"
+        )
     chosen = ATTENTION_IMPLEMENTATIONS[implementation]
     if pattern.query_segment_ids is not None and not chosen.honours_segment_ids:
         raise ValueError(
@@ -145,9 +151,9 @@ def dot_product_attention(
 class Attention(nnx.Module):
     """Causal self-attention: one fused q/k/v projection, rotary embedding, output projection.
 
-    `qkv` is one NVFP4Dense(D, (K, G + 2, H)): per key/value head its G query heads, then the key, then
-    the value, so that sharding over K keeps whole groups together. `qk_norm` adds an RMSNorm over each
-    query and key head (Qwen3). The other arguments are nnx.MultiHeadAttention's or NVFP4Dense's.
+    `qkv` is one NVFP4Dense(D, (K, G + 2, H)): per key/value head its G query heads, then the key,
+    then the value, so that sharding over K keeps whole groups together. `qk_norm` adds an RMSNorm
+    over each query and key head (Qwen3). `recipe`, `rounding` and `name` are NVFP4Dense's.
 
     Generation composes the three parts of `__call__` itself: `project`, a key/value cache and
     `dot_product_attention` with a `query_offset`, then `output`.
@@ -170,8 +176,8 @@ class Attention(nnx.Module):
         output_bias: bool = False,
         qk_norm: bool = False,
         norm_epsilon: float = 1e-6,
-        kernel_init: jax.nn.initializers.Initializer = jax.nn.initializers.normal(0.02),
-        output_kernel_init: jax.nn.initializers.Initializer = jax.nn.initializers.normal(0.02),
+        kernel_init: jax.nn.initializers.Initializer = _default_init,
+        output_kernel_init: jax.nn.initializers.Initializer = _default_init,
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
         implementation: str = "auto",

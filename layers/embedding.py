@@ -8,14 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from jax.typing import DTypeLike
 
 _default_init = jax.nn.initializers.normal(0.02)
 
 
 def _logits(x: jax.Array, kernel: jax.Array, kernel_axis: int) -> jax.Array:
-    """Product of x [..., D] with a head matrix: operands in x's dtype, float32 accumulation and result."""
+    """x [..., D] times a head matrix: operands in x's dtype, accumulation and result float32."""
     dimensions = (((x.ndim - 1,), (kernel_axis,)), ((), ()))
     return jax.lax.dot_general(
         x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32

@@ -22,7 +22,13 @@ class RopeScaling:
 
     Wavelengths shorter than `original_max_positions / high_frequency_factor` are kept, those longer
     than `original_max_positions / low_frequency_factor` are stretched by `factor`, and the ones in
-    between are blended. Source: Meta's llama-models, `apply_scaling`; transformers, rope type llama3.
+    between are blended. Source: Meta's llama-models, `apply_scaling`; transformers' "llama3".
+
+    Attributes:
+      factor: how many times longer the long wavelengths become.
+      low_frequency_factor: turns in the original context below which a wavelength is long.
+      high_frequency_factor: turns in the original context above which a wavelength is short.
+      original_max_positions: context length before the scaling, in tokens.
 
     Raises:
       UserError: the factors do not describe such a scaling.
@@ -38,12 +44,13 @@ class RopeScaling:
             raise UserError(f"rope_scaling.factor={self.factor} must be at least 1")
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
             raise UserError(
-                f"rope_scaling.low_frequency_factor={self.low_frequency_factor} must be positive and "
-                f"below high_frequency_factor={self.high_frequency_factor}"
+                f"rope_scaling.low_frequency_factor={self.low_frequency_factor} must be positive "
+                f"and below high_frequency_factor={self.high_frequency_factor}"
             )
         if self.original_max_positions < 1:
             raise UserError(
-                f"rope_scaling.original_max_positions={self.original_max_positions} must be positive"
+                f"rope_scaling.original_max_positions={self.original_max_positions} "
+                "must be positive"
             )
 
 
@@ -78,13 +85,13 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 
 
 def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> RopeTables:
-    """Tables for integer `positions` [B or 1, T]; made once per forward pass, shared by all layers."""
+    """Tables for integer `positions` [B or 1, T], made once and shared by all layers."""
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return RopeTables(jnp.cos(angles), jnp.sin(angles))
 
 
 def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
-    """Rotate x [B, T, N, H]; element i is paired with element i + H/2. Float32 inside, x's dtype out."""
+    """Rotates x [B, T, N, H], pairing elements i and i + H/2; float32 inside, x's dtype out."""
     cos, sin = tables.cos[:, :, None, :], tables.sin[:, :, None, :]  # [B, T, 1, H/2]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -51,15 +52,28 @@ def create(
     recipe: precision of the blocks' linears, a Recipe or the name of one; `rules` says which blocks
       and projections an FP4 recipe covers. `model.plan` shows the result.
     remat: what the backward pass finds stored: "none" stores every activation it needs,
-      "save_quantized" the quantised operands only (the rest is computed again, the quantising is not),
+      "save_quantized" the quantised operands (the rest is computed again, the quantising is not),
       "full" nothing but the blocks' inputs.
     activation_dtype: "float32", "bfloat16" or "float16".
     rngs: only its `params` stream is used.
 
     Raises:
-      UserError: an unknown architecture, remat policy or dtype, or numbers that do not fit together.
+      UserError: an unknown architecture, remat policy or dtype, or numbers that do not fit.
     """
     check_choice("model.architecture", config.architecture, ARCHITECTURES)
+    return _build(config, recipe, rules, remat, activation_dtype, rngs)
+
+
+# One program to compile, kept for the next model like this one, instead of dozens of small ones.
+@functools.partial(nnx.jit, static_argnums=(0, 1, 2, 3, 4))
+def _build(
+    config: ModelConfig,
+    recipe: Recipe | str,
+    rules: PrecisionRules,
+    remat: str,
+    activation_dtype: str,
+    rngs: nnx.Rngs,
+) -> Decoder:
     return ARCHITECTURES[config.architecture](
         config,
         recipe=recipe,

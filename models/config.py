@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 from ..errors import UserError
 from ..layers.rope import RopeScaling
@@ -15,14 +14,18 @@ __all__ = ["MoEConfig", "ModelConfig", "RopeScaling"]
 class MoEConfig:
     """Mixture-of-experts feed-forward.
 
-    capacity_factor: None computes every chosen expert (dropless); a number limits each expert to
-      capacity_factor · tokens · experts_per_token / num_experts tokens and drops the rest.
-    load_balance_loss_weight, router_z_loss_weight: the training loop multiplies the losses by these.
+    Attributes:
+      num_experts: experts per block.
+      experts_per_token: experts that a token uses, the most probable ones.
+      capacity_factor: tokens that an expert takes at most, as a multiple of tokens ·
+        experts_per_token / num_experts; the rest is dropped. null drops none.
+      load_balance_loss_weight: weight of the load-balance loss, which is summed over blocks.
+      router_z_loss_weight: weight of the router-z loss, which is summed over blocks.
     """
 
     num_experts: int
     experts_per_token: int
-    capacity_factor: Optional[float] = None
+    capacity_factor: float | None = None
     load_balance_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
 
@@ -42,13 +45,25 @@ class MoEConfig:
 class ModelConfig:
     """A decoder-only transformer.
 
-    architecture: a name in `models.ARCHITECTURES`.
-    head_dim: None means embed_dim / num_heads.
-    mlp_dim: width of the gated feed-forward, of one expert when `moe` is set.
-    max_positions: longest sequence the model is made for, in tokens.
-    sliding_window: a token sees itself and the sliding_window - 1 tokens before it; None sees all.
-    attention_bias, mlp_bias: biases on the block's linears, as the architecture places them.
-    qk_norm: RMSNorm on every query and key head.
+    Attributes:
+      architecture: the model's family, llama or mixtral.
+      vocab_size: rows of the token embedding.
+      num_layers: transformer blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads per block.
+      num_kv_heads: key/value heads per block; each serves num_heads / num_kv_heads query heads.
+      mlp_dim: width of the gated feed-forward, of one expert where moe is set.
+      max_positions: longest sequence that the model is made for, in tokens.
+      head_dim: width of one attention head; null means embed_dim / num_heads.
+      rope_theta: base of the rotary embedding's wavelengths.
+      rope_scaling: the rotary embedding's llama3 scaling, or null.
+      sliding_window: a token sees itself and the sliding_window - 1 tokens before it; null: all.
+      norm_epsilon: added to the mean square in every RMSNorm.
+      tie_embeddings: use the token embedding as the output head too.
+      attention_bias: biases on the attention projections, as the architecture places them.
+      mlp_bias: biases on the feed-forward projections.
+      qk_norm: an RMSNorm on every query and key head.
+      moe: mixture of experts, for architectures that have one, or null.
 
     Raises:
       UserError: numbers that cannot make a model, naming the key, the value and the remedy.
@@ -62,16 +77,16 @@ class ModelConfig:
     num_kv_heads: int
     mlp_dim: int
     max_positions: int
-    head_dim: Optional[int] = None
+    head_dim: int | None = None
     rope_theta: float = 10_000.0
-    rope_scaling: Optional[RopeScaling] = None
-    sliding_window: Optional[int] = None
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    moe: Optional[MoEConfig] = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,7 +1,7 @@
 """The decoder that every architecture shares: embedding, stacked blocks under scan, norm, head.
 
-Parameters of the blocks are stacked per segment, [layers_in_segment, ...], and each segment runs under
-one `jax.lax.scan`, so that the program's size does not grow with depth.
+Parameters of the blocks are stacked per segment, [layers_in_segment, ...], and each segment runs
+under one `jax.lax.scan`, so that the program's size does not grow with depth.
 
 Legend: B batch, T tokens, D embedding dimension, V vocabulary, L layers, E experts.
 """
@@ -35,7 +35,7 @@ def kernel_init() -> jax.nn.initializers.Initializer:
 
 
 def output_kernel_init(config: ModelConfig) -> jax.nn.initializers.Initializer:
-    """For projections that write into the residual stream: 0.02 / sqrt(2 · num_layers), as in GPT-2.
+    """For projections into the residual stream: normal, 0.02 / sqrt(2 · num_layers), as in GPT-2.
 
     There are 2 · num_layers of them, so the stream's variance does not grow with depth.
     """
@@ -59,16 +59,14 @@ class Block(nnx.Module):
         segment_ids: jax.Array | None,
         rounding_keys: jax.Array | None,
     ) -> tuple[jax.Array, Auxiliary]:
-        """x [B, T, D] -> ([B, T, D], auxiliary); two rounding keys are attention's, the rest the mlp's."""
+        """x [B, T, D] -> ([B, T, D], auxiliary). The first two rounding keys are attention's."""
         attention_keys, mlp_keys = None, None
         if rounding_keys is not None:
             attention_keys, mlp_keys = rounding_keys[:2], rounding_keys[2:]
         x = x + self.attention(
             self.attention_norm(x), segment_ids=segment_ids, rope=rope, rounding_keys=attention_keys
         )
-        y, auxiliary = self.mlp(
-            self.mlp_norm(x), segment_ids=segment_ids, rounding_keys=mlp_keys
-        )
+        y, auxiliary = self.mlp(self.mlp_norm(x), segment_ids=segment_ids, rounding_keys=mlp_keys)
         return x + y, auxiliary
 
 
@@ -78,8 +76,8 @@ class Decoder(nnx.Module):
     Use `models.create` rather than the constructor. Parameters are float32; activations and the
     residual stream have `activation_dtype`; norms, softmax and logits are float32.
 
-    Paths of the parameters: embedding.embedding [V, D]; blocks.SEGMENT.attention_norm.scale [L, D] and
-    so on for SEGMENT in prefix, middle, suffix (those that exist); final_norm.scale [D];
+    Paths of the parameters: embedding.embedding [V, D]; blocks.SEGMENT.attention_norm.scale [L, D]
+    and so on for SEGMENT in prefix, middle, suffix (those that exist); final_norm.scale [D];
     output_head.kernel [D, V] unless the embeddings are tied.
 
     The initial parameters depend on the seed alone, not on recipe, rules or remat, so that runs in
@@ -119,7 +117,9 @@ class Decoder(nnx.Module):
         layer_keys = jax.random.split(rngs.params(), config.num_layers)
         self.blocks = nnx.Dict(
             {
-                segment.name: self._stacked_blocks(segment, layer_keys[segment.start : segment.stop])
+                segment.name: self._stacked_blocks(
+                    segment, layer_keys[segment.start : segment.stop]
+                )
                 for segment in self.segments
             }
         )
@@ -242,8 +242,10 @@ class Decoder(nnx.Module):
         return self.final_norm(x), self._auxiliary(layers)
 
     def _rounding_keys(self, rounding_key: jax.Array | None) -> jax.Array | None:
-        """One key per layer and linear, [L, linears], or None where nothing rounds stochastically."""
-        recipes = [recipe for segment in self.segments for recipe in (segment.attention, segment.mlp)]
+        """One key per layer and linear, [L, linears]; None where nothing rounds stochastically."""
+        recipes = [
+            recipe for segment in self.segments for recipe in (segment.attention, segment.mlp)
+        ]
         if rounding_key is None or not any(r.uses_stochastic_rounding for r in recipes):
             return None
         return jax.random.split(rounding_key, (self.config.num_layers, 2 + self.num_mlp_keys))
@@ -252,8 +254,8 @@ class Decoder(nnx.Module):
         """Runs x through one segment; auxiliary values come back stacked over its layers."""
         graph, parameters = nnx.split(block)
 
-        # The parameters are scanned over. Only the arrays that all layers share are closed over, which
-        # makes them constants of the loop instead of a carry that would be saved per layer.
+        # The parameters are scanned over. Only the arrays that all layers share are closed over,
+        # which makes them constants of the loop instead of a carry that is saved per layer.
         def body(x, layer):
             layer_parameters, layer_keys = layer
             return nnx.merge(graph, layer_parameters)(
@@ -269,7 +271,11 @@ class Decoder(nnx.Module):
 
     def _auxiliary(self, layers: Auxiliary) -> Auxiliary:
         """Reduces what the layers report, [L] or [L, E], as `hidden` documents."""
-        reductions = {"load_balance_loss": jnp.sum, "router_z_loss": jnp.sum, "dropped_fraction": jnp.mean}
+        reductions = {
+            "load_balance_loss": jnp.sum,
+            "router_z_loss": jnp.sum,
+            "dropped_fraction": jnp.mean,
+        }
         return {
             name: reductions[name](values) if name in reductions else values
             for name, values in layers.items()

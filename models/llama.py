@@ -1,6 +1,8 @@
-"""Llama 2, 3, 3.1, 3.2 and what shares their computation: Mistral (sliding window), SmolLM2 (tied)."""
+"""Llama 2 to 3.2, and what shares their computation: Mistral (sliding window), SmolLM2 (tied)."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 from flax import nnx
@@ -45,8 +47,13 @@ class GatedMLP(nnx.Module):
         del segment_ids
         gate_up_key, down_key = (None, None) if rounding_keys is None else rounding_keys
         gate_up = self.gate_up(x, rounding_key=gate_up_key)  # [B, T, 2, F]
-        activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return self.down(activated, rounding_key=down_key), {}
+        return self.down(_swiglu(gate_up), rounding_key=down_key), {}
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # Cheap to compute again, large to store.
+def _swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) · up, [B, T, 2, F] -> [B, T, F]."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
 class Llama(Decoder):
@@ -57,7 +64,9 @@ class Llama(Decoder):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         if config.moe is not None:
-            raise UserError("model.moe is set, but model.architecture=llama has no experts: use mixtral")
+            raise UserError(
+                "model.moe is set, but model.architecture=llama has no experts: use mixtral"
+            )
 
     @classmethod
     def mlp_linears(cls, config: ModelConfig) -> tuple[LinearShape, ...]:

@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..layers.moe import NVFP4MoE
 from ..numerics import Recipe
 from .config import ModelConfig, MoEConfig
-from .decoder import Auxiliary, Decoder
+from .decoder import Auxiliary, Decoder, kernel_init, output_kernel_init
 from .precision_plan import LinearShape
 
 
@@ -23,8 +23,12 @@ class ExpertMLP(nnx.Module):
             moe.num_experts,
             moe.experts_per_token,
             capacity_factor=moe.capacity_factor,
+            router_init=kernel_init(),
+            gate_up_init=kernel_init(),
+            down_init=output_kernel_init(config),
             recipe=recipe,
             rounding="explicit",
+            name="mlp.moe",
             rngs=rngs,
         )
 
@@ -71,5 +75,8 @@ class Mixtral(Decoder):
 
 def _experts(config: ModelConfig) -> MoEConfig:
     if config.moe is None:
-        raise UserError("model.moe is missing: model.architecture=mixtral needs num_experts and experts_per_token")
+        raise UserError(
+            "model.moe is missing: model.architecture=mixtral needs its num_experts and "
+            "experts_per_token"
+        )
     return config.moe

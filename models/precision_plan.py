@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from ..errors import UserError
 from ..numerics import Recipe, get_recipe
 
-# Share of the blocks kept in BF16 at either end when a rule gives no number: 2 and 8 of 62, as in the
-# 12-billion-parameter run of arXiv 2509.25149.
+# Share of the blocks kept in BF16 at either end when a rule gives no number: 2 and 8 of 62, as in
+# the 12-billion-parameter run of arXiv 2509.25149.
 FIRST_FRACTION = 0.03
 LAST_FRACTION = 0.13
 
@@ -18,13 +18,17 @@ LAST_FRACTION = 0.13
 class PrecisionRules:
     """Which linears of an FP4 recipe are really FP4. The rest of the blocks' linears are BF16.
 
-    first_blocks, last_blocks: how many blocks at either end stay BF16. None means 3 % and 13 % of the
-      blocks, rounded, and at least one last block in a model of four or more.
-    attention, mlp: whether the attention projections and the feed-forward of the other blocks are FP4.
+    Attributes:
+      first_blocks: blocks at the start that stay BF16; null means 3 % of them, rounded, and at
+        least one in a model of eight blocks or more.
+      last_blocks: blocks at the end that stay BF16; null means 13 % of them, rounded, and at least
+        one in a model of four blocks or more.
+      attention: whether the attention projections of the other blocks are FP4.
+      mlp: whether the feed-forward of the other blocks is FP4.
     """
 
-    first_blocks: Optional[int] = None
-    last_blocks: Optional[int] = None
+    first_blocks: int | None = None
+    last_blocks: int | None = None
     attention: bool = True
     mlp: bool = True
 
@@ -42,7 +46,7 @@ class PrecisionRules:
         """
         first, last = self.first_blocks, self.last_blocks
         if first is None:
-            first = int(FIRST_FRACTION * num_layers + 0.5)
+            first = max(int(FIRST_FRACTION * num_layers + 0.5), 1 if num_layers >= 8 else 0)
         if last is None:
             last = max(int(LAST_FRACTION * num_layers + 0.5), 1 if num_layers >= 4 else 0)
         if first + last > num_layers:
@@ -93,7 +97,9 @@ class PrecisionRow(NamedTuple):
     flops_share: float
 
 
-def make_segments(num_layers: int, recipe: Recipe | str, rules: PrecisionRules) -> tuple[Segment, ...]:
+def make_segments(
+    num_layers: int, recipe: Recipe | str, rules: PrecisionRules
+) -> tuple[Segment, ...]:
     """Cuts the blocks into a BF16 prefix, a middle and a BF16 suffix; empty ones are left out.
 
     A recipe without FP4 needs no protection: everything is one "middle" segment of that recipe.
@@ -119,7 +125,7 @@ def make_segments(num_layers: int, recipe: Recipe | str, rules: PrecisionRules) 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The precision of every linear of a model. `str(plan)` or `plan.summary()` is a table to print."""
+    """The precision of every linear of a model; `plan.summary()` is a table to print."""
 
     recipe: str
     rows: tuple[PrecisionRow, ...]
@@ -144,9 +150,9 @@ class PrecisionPlan:
         """The plan as lines of text: path, precision, parameters, share of parameters and FLOPs."""
         width = max(len(row.path) for row in self.rows)
         lines = [
-            f"Precision plan for {self.recipe}: FP4 holds {self.fp4_block_parameter_share:.1%} of the "
-            f"blocks' linear parameters; with the output head {self.fp4_parameter_share:.1%}, and "
-            f"{self.fp4_flops_share:.1%} of the linear FLOPs",
+            f"Precision plan for {self.recipe}: FP4 holds {self.fp4_block_parameter_share:.1%} of "
+            f"the blocks' linear parameters; with the output head {self.fp4_parameter_share:.1%}, "
+            f"and {self.fp4_flops_share:.1%} of the linear FLOPs",
             f"  {'linear':{width}}  precision      parameters  % parameters  % FLOPs",
         ]
         for row in self.rows:
@@ -169,7 +175,7 @@ def make_plan(
 ) -> PrecisionPlan:
     """Lists the linears of every segment, then the output head, with their shares.
 
-    A linear named "router" is FP32 whatever the recipe (a rounding there changes who computes what).
+    A linear named "router" is FP32 whatever the recipe: rounding there changes who computes what.
     """
     entries: list[tuple[str, str, bool, int, int]] = []
     for segment in segments:
