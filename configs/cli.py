@@ -8,12 +8,12 @@ own, started once the configuration has been checked.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +60,8 @@ def run(
             return _sweep(main, options, arguments, name)
         config = to_dataclass(compose(options.overrides, name, options.config_dir), schema_of(name))
         if options.help or options.hydra_help or options.cfg or options.info:
-            _hydra(lambda _: None, options, arguments, name)
+            with contextlib.suppress(SystemExit):  # --help ends that way
+                _hydra(lambda _: None, options, arguments, name)
             return 0
         return main(config)
     except UserError as error:
@@ -109,6 +110,7 @@ def _sweep(
         config = to_dataclass(composed, schema)
         if "output_dir" not in swept:  # jobs must not resume from one another's checkpoints
             config = dataclasses.replace(config, output_dir=HydraConfig.get().runtime.output_dir)
+        print(f"=== {config.output_dir}", flush=True)
         status = main(config)
         if status != 0:
             raise _JobFailed(f"{config.output_dir}: exit status {status}")
@@ -174,7 +176,7 @@ def _without_config_dir(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-@contextmanager
+@contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
     """Hydra reads sys.argv, and exits on errors unless this variable tells it to raise them."""
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")

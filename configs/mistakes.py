@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -27,11 +28,19 @@ class MissingValue(Exception):
 
 @contextmanager
 def in_one_line(schema: type) -> Iterator[None]:
-    """Turns the errors of Hydra and OmegaConf inside the block into `UserError`."""
+    """Turns what Hydra, OmegaConf and YAML raise inside the block into `UserError`."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{mark.name}:{mark.line + 1}: " if mark else ""
+        raise UserError(f"{where}{error.problem}") from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(_in_words(error, keys(schema))) from error
+    except OSError as error:  # a file of the user's that cannot be read; after Hydra's OSErrors
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 def unknown_key(path: str, known: Mapping[str, Key]) -> str:
@@ -57,7 +66,6 @@ def _nearest(path: str, known: Mapping[str, Key]) -> str | None:
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     if same_name:
         return near_match(path, same_name) or same_name[0]
-    by_name = {other.rpartition(".")[2]: other for other in reversed(known)}
     if parent == "" or parent in known:
         beside = {
             other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent
@@ -69,8 +77,12 @@ def _nearest(path: str, known: Mapping[str, Key]) -> str | None:
         likest = near_match(path, known)
         if likest:
             return likest
-    likest = near_match(name, by_name) if parent == "" else None
-    return by_name[likest] if likest else None
+    if parent == "":
+        anywhere = {other.rpartition(".")[2]: other for other in known}
+        likest = near_match(name, anywhere)
+        if likest:
+            return anywhere[likest]
+    return None
 
 
 def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
@@ -85,22 +97,20 @@ def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
     if cause is None:
         return " ".join(str(error).strip().split("\n")[0].split())
     path = cause.full_key or ""
-    if isinstance(cause, InterpolationResolutionError) and isinstance(
-        cause.__cause__ or cause.__context__, MissingValue
-    ):
+    if isinstance(cause, InterpolationResolutionError) and MissingValue.__name__ in str(cause):
         return f"missing value: set {path} ({known[path].expected})"
     if path.startswith("hydra."):
         return f"unknown key {path!r}: --cfg hydra lists Hydra's own keys"
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and path not in known:
         return where + unknown_key(path, known)
     if isinstance(cause, ValidationError) and path in known:
-        return f"{where}{path}={_as_written(cause.value)}: expected {known[path].expected}"
+        return f"{where}{path}={as_written(cause.value)}: expected {known[path].expected}"
     message = " ".join((cause.msg or str(cause)).split("\n")[0].split())
     return f"{where}{path}: {message}" if path else where + message
 
 
-def _as_written(value: object) -> str:
-    """A value as YAML writes it."""
+def as_written(value: object) -> str:
+    """Returns a value as YAML writes it."""
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )

@@ -26,7 +26,7 @@ class PrecisionConfig:
       recipe: the numeric recipe of the linear layers.
       activation_dtype: dtype of activations between layers; parameters and optimizer state are
         always float32.
-      rules: which layers the recipe applies to; the rest is done in activation_dtype.
+      rules: which linears of which blocks an FP4 recipe applies to; the others are bf16.
       loss_scale: dynamic loss scaling and the guard against non-finite steps.
       forward_finish: last part of the run, as a share of max_steps, whose forward pass leaves FP4
         (0.05: the last 5 %); null never does.
