@@ -1,0 +1,316 @@
+"""Train a language model in NVFP4: `python train.py model=llama-tiny precision=nvfp4`.
+
+`--help` lists the keys. One run lies in one folder, `output_dir`: config.yaml, metrics.jsonl,
+tensorboard/, tokenizer/ and checkpoints/; the same command with the same folder goes on where it
+stopped.
+
+Exit status: 0 when the run is complete, or was stopped by SIGTERM or SIGINT and saved; 1 when it
+failed; 2 for a mistake in the command, before anything was trained; 130 when a second SIGINT aborted
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fp4zoo import data
+from fp4zoo.configs import cli
+from fp4zoo.configs.schema import TrainConfig
+from fp4zoo.training import memory
+from fp4zoo.training.checkpoints import FOLDER, Checkpoints, find_checkpoint, load_parameters
+from fp4zoo.training.display import Display, duration
+from fp4zoo.training.errors import TrainingFailure
+from fp4zoo.training.evaluate import Evaluation, Validation
+from fp4zoo.training.flops import flops_per_token, peak_flops
+from fp4zoo.training.metrics import METRICS_FILE, MetricsWriter
+from fp4zoo.training.program import Program
+from fp4zoo.training.recorder import Recorder, RecorderConfig
+from fp4zoo.training.run_directory import prepare_run_directory
+from fp4zoo.training.sample import sample_tokens
+from fp4zoo.training.sharding import describe_mesh
+from fp4zoo.training.signals import StopRequest
+from fp4zoo.training.state import TrainState
+from fp4zoo.training.step import gradient_names
+
+_STARTED = time.monotonic()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (None: sys.argv's) and returns the exit status."""
+    return cli.run(train, argv, "train")
+
+
+def train(config: TrainConfig) -> int:
+    """Runs one configuration and returns the exit status; mistakes of the user are raised."""
+    try:
+        _train(config)
+        return 0
+    except TrainingFailure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: the run failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("aborted", file=sys.stderr)
+        return 130
+
+
+@dataclass
+class Run:
+    """The parts of one run, made by `_train` and used by the functions below it."""
+
+    config: TrainConfig
+    program: Program
+    available: int  # bytes per device
+    batches: data.TrainIterator
+    validation: Validation
+    unigram: float  # nats per token
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    display: Display
+    recorder: Recorder
+    stop: StopRequest
+
+
+def _train(config: TrainConfig) -> None:
+    # What is going to run, and whether it fits, before anything is allocated.
+    program = Program(config)
+    devices = list(program.mesh.devices.flat)
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    _say(f"{kind}, {describe_mesh(program.mesh)}, JAX {jax.__version__}")
+    _say(program.plan.summary())
+    available = memory.available_bytes(devices)
+    estimate = program.estimate_memory()
+    memory.check_fits(estimate, available, program.mesh, config.remat)
+    _say(f"{program.num_parameters:,} parameters\n{estimate.table(available)}")
+
+    # Where it lies, and where it starts from.
+    source = find_checkpoint(config.checkpoint) if config.checkpoint else None
+    directory = prepare_run_directory(config)
+    config = dataclasses.replace(config, output_dir=str(directory))
+
+    # Text.
+    tokenizer = data.load_tokenizer(config.data, config.model.vocab_size)
+    batches = data.make_train_iterator(
+        config.data,
+        tokenizer,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+    )
+    validation, unigram = _validation(config, program, tokenizer)
+    corpus = batches.corpus
+    _say(
+        f"{corpus.description}: {len(corpus.train.tokens):,} training tokens, "
+        f"{len(corpus.validation.tokens):,} held out; tokenizer: {tokenizer.name}"
+    )
+    _save_tokenizer(tokenizer, directory)
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(directory, keep=config.keep_checkpoints))
+        first_step = checkpoints.latest_step() or 0
+
+        # The compiled step, checked by what XLA says it needs; only then the state is allocated.
+        train_step = _compile(program, first_step, available)
+        if first_step:
+            state, position = checkpoints.restore(program.state)
+            batches.set_state(position)
+            _say(f"going on after step {first_step}")
+        elif source is not None:
+            parameters = load_parameters(source, program.state.parameters, program.mesh)
+            state = program.state_from(parameters)
+            _say(f"starting from the parameters of {source}")
+        else:
+            state = program.initial_state()
+
+        writer = stack.enter_context(MetricsWriter(directory, resume_step=first_step))
+        display = Display(config.max_steps, first_step=first_step)
+        run = Run(
+            config,
+            program,
+            available,
+            batches,
+            validation,
+            unigram,
+            checkpoints,
+            writer,
+            display,
+            Recorder(_recorder_config(config, program), writer, display),
+            stack.enter_context(StopRequest()),
+        )
+        with display:
+            state = _loop(run, state, train_step)
+    _finish(run, state, tokenizer, directory)
+
+
+def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
+    """Trains until max_steps or a signal; leaves a checkpoint of the state that it returns.
+
+    Raises:
+      TrainingFailure: too many steps in a row were not finite, or a checkpoint cannot be written.
+    """
+    config, program, recorder = run.config, run.program, run.recorder
+    first_step = step = int(state.step)
+    pending = None  # the step that has not been recorded yet
+    save_is_due = False
+    while step < config.max_steps and not run.stop:
+        if step == program.finish_step and step > first_step:
+            with recorder.pause():
+                train_step = _compile(program, step, run.available)
+        begin = time.perf_counter()
+        batch = program.place(next(run.batches))
+        data_seconds = time.perf_counter() - begin
+        state, metrics = train_step(state, batch)
+        step += 1
+
+        # While this step runs, the one before it is recorded, so that the device never waits for
+        # us; unless something needs this step's state now.
+        if pending is not None:
+            recorder.record(*pending)
+        pending = (step, metrics, data_seconds)
+        run.checkpoints.check()
+        is_first, is_last = step == first_step + 1, step == config.max_steps
+        evaluation_is_due = is_last or _is_due(step, config.evaluate_every)
+        save_is_due |= is_last or _is_due(step, config.save_every) or bool(run.stop)
+        if not (is_first or evaluation_is_due or save_is_due):
+            continue
+        skips = recorder.record(*pending)
+        pending = None
+        if is_first:
+            run.display.note(f"first step after {duration(time.monotonic() - _STARTED)}")
+        with recorder.pause():
+            if evaluation_is_due and run.validation.num_tokens:
+                result = _evaluate(run, state, step)
+                run.writer.write(
+                    {
+                        "step": step,
+                        "validation_loss": result.loss,
+                        "bits_per_byte": result.bits_per_byte,
+                    }
+                )
+                run.display.note(_evaluation_line(step, result, run.unigram))
+            # Not amid skipped steps: saves of an unchanged state would push out older checkpoints.
+            if save_is_due and (skips == 0 or is_last or run.stop):
+                run.checkpoints.save(
+                    state, data=run.batches.get_state(), config=dataclasses.asdict(config)
+                )
+                save_is_due = False
+    if pending is not None:  # a signal came after the last look at it
+        recorder.record(*pending)
+        run.checkpoints.save(
+            state, data=run.batches.get_state(), config=dataclasses.asdict(config)
+        )
+    run.checkpoints.wait()
+    return state
+
+
+def _finish(run: Run, state: TrainState, tokenizer: data.Tokenizer, directory: Path) -> None:
+    """Says how it went, shows some text, and where everything lies."""
+    config, step = run.config, int(state.step)
+    if step < config.max_steps:
+        assert run.stop.signal is not None
+        _say(
+            f"stopped by {run.stop.signal.name} after step {step} of {config.max_steps}; to go on, "
+            f"give the same command with output_dir={directory}"
+        )
+    else:
+        if run.validation.num_tokens:
+            _say(_evaluation_line(step, _evaluate(run, state, step), run.unigram))
+        if config.sample_tokens:
+            generated = sample_tokens(
+                run.program.graphdef(finish=run.program.is_finish(step - 1)),
+                state.parameters,
+                [tokenizer.start_id],
+                num_tokens=config.sample_tokens,
+                seed=config.seed,
+                vocab_size=tokenizer.vocab_size,
+                max_positions=config.model.max_positions,
+                stop_token=tokenizer.eos_id,
+            )
+            _say(f"sample:\n{tokenizer.decode(generated)}")
+    _say(f"checkpoints: {directory / FOLDER}\nmetrics: {directory / METRICS_FILE}")
+
+
+def _compile(program: Program, step: int, available: int) -> Any:
+    """The train step for the step after `step` finished ones, which fits into the memory."""
+    begin = time.monotonic()
+    compiled = program.compile_train_step(finish=program.is_finish(step))
+    needed = memory.check_compiled(compiled, available, program.mesh, program.config.remat)
+    what = "the step with the BF16 forward pass" if program.is_finish(step) else "the step"
+    _say(
+        f"compiled {what} in {duration(time.monotonic() - begin)}; it needs "
+        f"{needed / memory.GIB:.2f} GiB per device"
+    )
+    return compiled
+
+
+def _validation(
+    config: TrainConfig, program: Program, tokenizer: data.Tokenizer
+) -> tuple[Validation, float]:
+    """The validation batches, and the loss of token frequencies on them."""
+    sizes = {
+        "batch_size": program.evaluation_rows,
+        "sequence_length": config.sequence_length,
+        "max_batches": config.evaluation_batches,
+    }
+    batches = data.make_validation_batches(config.data, tokenizer, **sizes)
+    validation = Validation(batches, tokenizer.token_byte_lengths(), program.place_for_evaluation)
+    return validation, data.unigram_loss(config.data, tokenizer, **sizes)
+
+
+def _evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
+    """Evaluates the state after `step` steps as it was last trained."""
+    graphdef = run.program.graphdef(finish=run.program.is_finish(step - 1))
+    return run.validation.evaluate(graphdef, state.parameters)
+
+
+def _evaluation_line(step: int, result: Evaluation, unigram: float) -> str:
+    return (
+        f"step {step}: validation loss {result.loss:.4f} nats/token, "
+        f"{result.bits_per_byte:.4f} bits/byte (unigram model: {unigram:.4f} nats/token, "
+        f"{1 - result.loss / unigram:.1%} below it)"
+    )
+
+
+def _recorder_config(config: TrainConfig, program: Program) -> RecorderConfig:
+    devices = list(program.mesh.devices.flat)
+    peak = peak_flops(devices[0])
+    tokens = config.batch_size * config.sequence_length
+    return RecorderConfig(
+        log_every=config.log_every,
+        max_steps=config.max_steps,
+        max_consecutive_skips=config.precision.loss_scale.max_consecutive_skips,
+        gradient_names=gradient_names(program.state.parameters),
+        tokens_per_step=tokens,
+        flops_per_step=tokens * flops_per_token(config.model, config.sequence_length),
+        peak_flops=peak * len(devices) if peak else None,
+    )
+
+
+def _save_tokenizer(tokenizer: data.Tokenizer, directory: Path) -> None:
+    """Beside the checkpoints, so that the run's folder is all that generating text needs."""
+    folder = directory / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(folder)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Loss on the fixed validation batches, in nats per token and bits per byte."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .cross_entropy import token_losses
+from .state import Parameters
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation.
+
+    Attributes:
+      loss: nats per token.
+      bits_per_byte: the same per byte of UTF-8 text, comparable across tokenizers; NaN when no
+        target stands for any bytes.
+      tokens: targets that were scored.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_sum(
+    graphdef: nnx.GraphDef, parameters: Parameters, batch: dict[str, jax.Array]
+) -> jax.Array:
+    """Sum of the token losses of a batch of [B, T] arrays: float32 scalar, nats."""
+    model: Any = nnx.merge(graphdef, parameters)
+    hidden, _ = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
+    losses = token_losses(model.head(hidden), batch["targets"])
+    return jnp.sum(losses * batch["loss_mask"])
+
+
+class Validation:
+    """The validation batches, on the devices from the first evaluation on."""
+
+    def __init__(
+        self,
+        batches: Sequence[dict[str, np.ndarray]],
+        token_byte_lengths: np.ndarray,
+        place: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]],
+    ):
+        """batches: [B, T] arrays. token_byte_lengths: int [V], UTF-8 bytes that each token stands
+        for. place: puts a batch on the devices."""
+        self._batches, self._place = batches, place
+        self._placed: list[dict[str, jax.Array]] = []
+        scored = [batch["targets"][batch["loss_mask"] > 0] for batch in batches]
+        self.num_tokens = sum(targets.size for targets in scored)
+        self._num_bytes = sum(int(token_byte_lengths[targets].sum()) for targets in scored)
+
+    def evaluate(self, graphdef: nnx.GraphDef, parameters: Parameters) -> Evaluation:
+        """Scores every target whose loss_mask is 1, with the model of this graph.
+
+        Raises:
+          ValueError: if there is nothing to score.
+        """
+        if not self.num_tokens:
+            raise ValueError("the validation batches hold no targets")
+        if not self._placed:
+            self._placed = [self._place(batch) for batch in self._batches]
+        sums = [loss_sum(graphdef, parameters, batch) for batch in self._placed]
+        nats = math.fsum(float(value) for value in sums)
+        bits_per_byte = nats / math.log(2) / self._num_bytes if self._num_bytes else math.nan
+        return Evaluation(nats / self.num_tokens, bits_per_byte, self.num_tokens)

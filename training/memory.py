@@ -1,0 +1,239 @@
+"""Whether a run fits, before anything is allocated.
+
+First an estimate from shapes alone, within seconds for any size of model; then, once the step is
+compiled, XLA's own account of it. A run that does not fit ends with one message instead of being killed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..errors import UserError
+from ..models import ModelConfig
+from ..numerics import Recipe, get_recipe
+
+GIB = 2**30
+_USABLE = 0.92  # of what is free: allocators fragment, and the rest of the program lives there too
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per device."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.activations
+
+    def table(self, available: int) -> str:
+        """The estimate beside what is there, in GiB per device, as lines of text."""
+        rows = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "activations": self.activations,
+            "total": self.total,
+            "available": available,
+        }
+        lines = [f"  {name:12}{value / GIB:10,.2f}" for name, value in rows.items()]
+        return "\n".join(["Memory in GiB per device (estimate):", *lines])
+
+
+def sharded_bytes(tree: Any, shardings: Any) -> int:
+    """Bytes per device of a tree of shapes laid out by a tree of shardings."""
+
+    def size(leaf: Any, sharding: Any) -> int:
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, shardings)))
+
+
+def activation_bytes(
+    config: ModelConfig,
+    recipe: Recipe | str,
+    *,
+    tokens: int,
+    sequence_length: int,
+    activation_size: int,
+    remat: str,
+    on_cpu: bool,
+) -> int:
+    """Bytes that the forward pass leaves for the backward pass, and the largest temporaries.
+
+    tokens: of one microbatch on one device. activation_size: bytes of one activation. Per block and
+    token, with D the width, Q and K the query and key/value widths, F the feed-forward's, times the
+    experts that a token uses:
+
+        saved by any policy    D                          the block's input
+        quantised residuals    D + Q + D + F              the linears' inputs, as wgrad wants them
+                               + the quantised weights    per block, not per token
+        remat=none, besides    6 D + 3 (Q + 2 K) + 4 F    norms, q/k/v before and after RoPE, attention,
+                                                          gate, up and their product
+
+    Quantised values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
+    Temporaries: the backward pass of one block, and logits with their gradient, float32 [tokens, V].
+    """
+    recipe = get_recipe(recipe)
+    width = config.embed_dim
+    query = config.num_heads * config.resolved_head_dim
+    key = config.num_kv_heads * config.resolved_head_dim
+    experts = config.moe.experts_per_token if config.moe is not None else 1
+    hidden = config.mlp_dim * experts
+    copies = config.moe.num_experts if config.moe is not None else 1
+    weights = width * (2 * query + 2 * key) + 3 * width * config.mlp_dim * copies
+
+    quantised_size = 4 if on_cpu else 2
+    saved = width * activation_size
+    quantised = (width * (1 + experts) + query + hidden) * quantised_size
+    quantised_weights = 0 if recipe.is_float32 else weights * quantised_size
+    other = (6 * width + 3 * (query + 2 * key) + 4 * hidden) * activation_size
+    scores = config.num_heads * sequence_length * 4 * 2 if on_cpu else 0  # flash attention elsewhere
+
+    per_token = {
+        "none": saved + quantised + other,
+        "save_quantized": saved + quantised,
+        "full": saved,
+    }[remat]
+    per_block = 0 if remat == "full" else quantised_weights
+    one_block = tokens * (saved + quantised + other + scores) + 2 * quantised_weights
+    logits = 2 * tokens * config.vocab_size * 4
+    stored = config.num_layers * (tokens * per_token + per_block)
+    return stored + max(one_block, logits)
+
+
+def available_bytes(devices: list[jax.Device]) -> int:
+    """Free memory per device. Devices of one CPU share that machine's memory (or container's)."""
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return min(_free(device.memory_stats()) for device in devices)
+    return host_available_bytes() // len(devices)
+
+
+def _free(stats: dict[str, int] | None) -> int:
+    assert stats is not None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def host_available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: of the machine and of its control group, if limited.
+
+    root: of the file system, for tests.
+    """
+    candidates = []
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            candidates.append(int(line.split()[1]) * 1024)
+    for directory, limit, usage in _control_groups(root):
+        limit_text, usage_text = _read(directory / limit), _read(directory / usage)
+        if limit_text.isdigit() and usage_text.isdigit():
+            # Page cache counts as usage but is given up under pressure.
+            candidates.append(int(limit_text) - int(usage_text) + _reclaimable(directory))
+    if candidates:
+        return max(min(candidates), 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS: no /proc
+
+
+def _control_groups(root: Path) -> list[tuple[Path, str, str]]:
+    groups = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2: limits of all ancestors hold
+            base = root / "sys/fs/cgroup"
+            directory = base / path.lstrip("/")
+            for folder in (directory, *directory.parents):
+                groups.append((folder, "memory.max", "memory.current"))
+                if folder == base:
+                    break
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            groups += [(base / path.lstrip("/"), *names), (base, *names)]
+    return groups
+
+
+def _reclaimable(directory: Path) -> int:
+    for line in _read(directory / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def check_fits(estimate: MemoryEstimate, available: int, mesh: Mesh, remat: str) -> None:
+    """Raises UserError, with the table and what to change, if the estimate exceeds what is there."""
+    if estimate.total <= available * _USABLE:
+        return
+    raise UserError(
+        f"this run needs {estimate.total / GIB:,.1f} GiB per device and {available / GIB:,.1f} GiB "
+        f"are available on each of {mesh.size} device(s)\n{estimate.table(available)}\n"
+        + _remedies(estimate, available, remat)
+    )
+
+
+def check_compiled(compiled: Any, available: int, mesh: Mesh, remat: str) -> int:
+    """Bytes per device of a compiled step by XLA's account (its arguments included).
+
+    Raises:
+      UserError: if they exceed what is there.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    needed = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+    if needed > available * _USABLE:
+        raise UserError(
+            f"the compiled step needs {needed / GIB:,.1f} GiB per device "
+            f"({analysis.temp_size_in_bytes / GIB:,.1f} of them temporary) and "
+            f"{available / GIB:,.1f} GiB are available on each of {mesh.size} device(s): "
+            + _change_activations(remat)
+        )
+    return needed
+
+
+def _remedies(estimate: MemoryEstimate, available: int, remat: str) -> str:
+    state = estimate.total - estimate.activations
+    advice = []
+    if state > available * _USABLE:
+        devices = math.ceil(state / (available * _USABLE))
+        advice.append(
+            f"parameters, optimizer and gradients alone need {state / GIB:,.1f} GiB: split them over "
+            f"at least {devices} times as many such devices (mesh.fsdp, mesh.expert or mesh.tensor), "
+            "or choose a smaller model="
+        )
+    if estimate.activations > available * _USABLE / 2:
+        advice.append(_change_activations(remat))
+    if not advice:
+        advice.append(f"{_change_activations(remat)}, split over more devices (mesh.fsdp)")
+    return "What to change: " + "; ".join(advice)
+
+
+def _change_activations(remat: str) -> str:
+    stronger = {"none": "save_quantized or remat=full", "save_quantized": "full"}.get(remat)
+    remat_advice = f"set remat={stronger}, " if stronger else ""
+    return (
+        f"{remat_advice}lower batch_size or raise gradient_accumulation, shorten sequence_length, or "
+        "choose a smaller model="
+    )

@@ -1,0 +1,123 @@
+"""AdamW with float32 state, and its learning-rate schedules, all from optax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..errors import UserError
+
+_UNDECAYED = ("bias", "scale")  # last path component of parameters that weight decay leaves alone
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+      learning_rate: peak rate, reached after the warmup.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: decoupled decay of matrices; biases and norm scales never decay.
+      clip_norm: largest global gradient norm; None does not clip.
+      schedule: "cosine", "wsd" (warmup, stable, decay: linear) or "constant".
+      warmup_steps: steps of linear warmup from 0.
+      decay_fraction: share of all steps that "wsd" decays over, at the end.
+      final_fraction: final rate as a share of the peak.
+    """
+
+    learning_rate: float = 3e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 20
+    decay_fraction: float = 0.2
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("learning_rate", 0.0, float("inf")),
+            ("b1", 0.0, 1.0),
+            ("b2", 0.0, 1.0),
+            ("weight_decay", 0.0, float("inf")),
+            ("decay_fraction", 0.0, 1.0),
+            ("final_fraction", 0.0, 1.0),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"optimizer.{name}={value} must lie between {low} and {high}")
+        for name in ("eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"optimizer.{name}={value} must be positive")
+        if self.warmup_steps < 0:
+            raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
+
+
+def make_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[jax.Array], jax.Array]:
+    """The learning rate as a function of the number of updates already made.
+
+    Step 0 of a warmup of n steps has rate peak/n (not 0: a first step that does nothing is wasted),
+    step n - 1 the peak. The last of `max_steps` steps comes down to `final_fraction` of the peak.
+
+    Raises:
+      UserError: if the warmup is as long as the whole run.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = config.warmup_steps
+    if warmup >= max_steps and max_steps > 0 and config.schedule != "constant":
+        raise UserError(
+            f"optimizer.warmup_steps={warmup} leaves nothing of max_steps={max_steps}; "
+            "shorten the warmup or train longer"
+        )
+    remaining = max(max_steps - warmup, 1)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction)
+    elif config.schedule == "wsd":
+        decay = max(min(round(config.decay_fraction * max_steps), remaining), 1)
+        stable = remaining - decay
+        main = optax.linear_schedule(peak, final, decay, transition_begin=stable)
+    else:
+        main = optax.constant_schedule(peak)
+
+    def schedule(count: jax.Array) -> jax.Array:
+        ramp = peak * (count + 1) / max(warmup, 1)
+        return jnp.where(count < warmup, ramp, main(count - warmup)).astype(jnp.float32)
+
+    return schedule
+
+
+def decay_mask(parameters):
+    """True for the leaves that weight decay applies to: all but biases and norm scales.
+
+    By name and not by rank: parameters are stacked over layers, and fused biases have several axes.
+    """
+
+    def decays(path, _leaf) -> bool:
+        names = [str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path]
+        return not any(name in _UNDECAYED for name in names)
+
+    return jax.tree_util.tree_map_with_path(decays, parameters)
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: Callable[[jax.Array], jax.Array]
+) -> optax.GradientTransformation:
+    """AdamW as an optax chain; moments are float32 because the parameters are.
+
+    Clipping by the global norm is in `step.py`, which has the norm already.
+    """
+    return optax.chain(
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=jnp.float32),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        optax.scale_by_learning_rate(schedule),
+    )

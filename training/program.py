@@ -1,0 +1,197 @@
+"""A run's functions and shapes, made from its configuration; nothing is allocated until asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import models
+from ..numerics import Recipe, get_recipe
+from . import memory
+from .optimizer import make_optimizer, make_schedule
+from .sharding import batch_sharding, make_mesh, parameter_shardings, shard_like_parameters
+from .state import Parameters, TrainState, abstract_model, split_model
+from .step import StepConfig, make_train_step
+
+if TYPE_CHECKING:
+    from ..configs.schema import TrainConfig
+
+Batch = dict[str, np.ndarray]
+
+_BATCH_DTYPES = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "loss_mask": np.float32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+}
+
+
+class Program:
+    """What a configuration means on this machine's devices.
+
+    Attributes:
+      mesh: over all devices.
+      plan: the model's precision plan.
+      state: the training state as shapes with shardings.
+      num_parameters: of the model.
+      finish_step: first step of the high-precision-forward finish; max_steps without one.
+
+    Raises (on construction):
+      UserError: if model, mesh, batch or schedule do not fit together.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.recipe = get_recipe(config.precision.recipe)
+        self.mesh = make_mesh(config.mesh)
+        model: Any
+        model, self._graphdef, parameters = abstract_model(lambda: self._create(self.recipe))
+        self.plan = model.plan
+        self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+        finish = config.precision.forward_finish
+        self.finish_step = round(config.max_steps * (1 - finish)) if finish else config.max_steps
+
+        self._schedule = make_schedule(config.optimizer, config.max_steps)
+        self._optimizer = make_optimizer(config.optimizer, self._schedule)
+        shapes = jax.eval_shape(self._initial, parameters)
+        self._shardings = shard_like_parameters(shapes, parameters, self.mesh)
+        self.state: TrainState = jax.tree.map(_sharded, shapes, self._shardings)
+
+        self._accumulation = config.gradient_accumulation
+        self._rows = config.batch_size // self._accumulation
+        self._train_batch = self._batch_shapes((self._accumulation, self._rows))
+        self._evaluation_batch = self._batch_shapes((self._rows,))
+
+    # Memory
+
+    def estimate_memory(self) -> memory.MemoryEstimate:
+        """Bytes per device, from shapes alone."""
+        config, parameters = self.config, self.state.parameters
+        parameter_bytes = memory.sharded_bytes(parameters, self._shardings.parameters)
+        tokens = self._train_batch["tokens"]
+        rows = tokens.sharding.shard_shape(tokens.shape)[1:]  # of a microbatch on one device
+        copies = 2 if self._accumulation > 1 else 1  # the sum and the microbatch's own
+        return memory.MemoryEstimate(
+            parameters=parameter_bytes,
+            optimizer=memory.sharded_bytes(self.state.optimizer, self._shardings.optimizer),
+            gradients=copies * parameter_bytes,
+            activations=memory.activation_bytes(
+                config.model,
+                self.recipe,
+                tokens=rows[0] * rows[1],
+                sequence_length=config.sequence_length,
+                activation_size=jnp.dtype(config.precision.activation_dtype).itemsize,
+                remat=config.remat,
+                on_cpu=self.mesh.devices.flat[0].platform == "cpu",
+            ),
+        )
+
+    # Functions
+
+    def is_finish(self, step: int) -> bool:
+        """Whether the step after `step` finished ones has the high-precision forward pass."""
+        return step >= self.finish_step
+
+    def graphdef(self, *, finish: bool = False) -> nnx.GraphDef:
+        """The model without its parameters. finish: the variant whose forward GEMMs are BF16."""
+        if not finish:
+            return self._graphdef
+        recipe = self.recipe.with_high_precision_forward()
+        return abstract_model(lambda: self._create(recipe))[1]
+
+    def compile_train_step(self, *, finish: bool = False) -> Any:
+        """The step, compiled for this run's shapes: (state, batch) -> (state, metrics), see
+        `make_train_step`. The state is donated."""
+        step = make_train_step(
+            self.graphdef(finish=finish),
+            self._optimizer,
+            self._schedule,
+            StepConfig(
+                seed=self.config.seed,
+                clip_norm=self.config.optimizer.clip_norm,
+                auxiliary_weights=self._auxiliary_weights(),
+            ),
+        )
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
+        return jitted.lower(self.state, self._train_batch).compile()
+
+    def initial_state(self) -> TrainState:
+        """Allocates the state before the first step; the parameters depend on the seed alone."""
+
+        def create() -> TrainState:
+            return self._initial(split_model(self._create(self.recipe))[1])
+
+        return jax.jit(create, out_shardings=self._shardings)()
+
+    def state_from(self, parameters: Parameters) -> TrainState:
+        """The state before the first step, with these parameters, which it takes over."""
+        initial = jax.jit(self._initial, out_shardings=self._shardings, donate_argnums=0)
+        return initial(parameters)
+
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """A training batch of [B, T] arrays on the devices, as [A, B / A, T]."""
+        shape = (self._accumulation, -1, self.config.sequence_length)
+        return self._put({k: v.reshape(shape) for k, v in batch.items()}, self._train_batch)
+
+    def place_for_evaluation(self, batch: Batch) -> dict[str, jax.Array]:
+        """A validation batch of [B / A, T] arrays on the devices."""
+        return self._put(batch, self._evaluation_batch)
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of a validation batch: as many as of a microbatch, so that they fit likewise."""
+        return self._rows
+
+    # Details
+
+    def _create(self, recipe: Recipe) -> nnx.Module:
+        config = self.config
+        return models.create(
+            config.model,
+            recipe=recipe,
+            rules=config.precision.rules,
+            remat=config.remat,
+            activation_dtype=config.precision.activation_dtype,
+            rngs=nnx.Rngs(config.seed),
+        )
+
+    def _initial(self, parameters: Parameters) -> TrainState:
+        return TrainState.create(parameters, self._optimizer, self.config.precision.loss_scale)
+
+    def _auxiliary_weights(self) -> tuple[tuple[str, float], ...]:
+        moe = self.config.model.moe
+        if moe is None:
+            return ()
+        return (
+            ("load_balance_loss", moe.load_balance_loss_weight),
+            ("router_z_loss", moe.router_z_loss_weight),
+        )
+
+    def _batch_shapes(self, rows: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (*rows, self.config.sequence_length)
+        sharding = batch_sharding(self.mesh, shape)
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for name, dtype in _BATCH_DTYPES.items()
+        }
+
+    def _put(self, batch: Batch, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        shardings = {name: like[name].sharding for name in batch}
+        if jax.process_count() == 1:
+            return jax.device_put(batch, shardings)
+        return {
+            name: jax.make_array_from_process_local_data(shardings[name], array, like[name].shape)
+            for name, array in batch.items()
+        }
+
+
+def _sharded(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
