@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MAX_COUNT = 2**32  # indices that one counter word tells apart
 _GOLDEN = np.uint32(0x9E3779B9)  # 2^32 / golden ratio, odd: multiples of it are equidistributed
 
 
@@ -29,16 +30,16 @@ def key_words(key: jax.Array) -> jax.Array:
             f"key must be one JAX PRNG key, got {key.dtype}{list(key.shape)}: use jax.random.key(seed), "
             "and jax.random.split with vmap for several"
         )
-    if data.shape[0] == 2:
-        return data
-    return jnp.stack([mix(data[0] + _GOLDEN * data[2]), mix(data[1] + _GOLDEN * data[3])])  # rbg keys
+    if data.shape[0] == 4:  # rbg keys
+        data = data[:2] ^ fold(data[2:], 0)
+    return fold(data, 0)  # neighbouring seeds differ in one bit of one word: spread it over both
 
 
 def fold(words: jax.Array, salt: int | jax.Array) -> jax.Array:
     """New uint32 [2] key words from `words` and a salt (operand number, content hash)."""
     salted = jnp.asarray(salt).astype(jnp.uint32) * _GOLDEN + np.uint32(1)
-    first = mix(words[0] ^ salted)
-    return jnp.stack([first, mix(words[1] + first + salted)])
+    first = mix(words[0] ^ mix(words[1] + salted))
+    return jnp.stack([first, mix(words[1] ^ (first + salted))])
 
 
 def content_hash(x: jax.Array) -> jax.Array:
@@ -54,7 +55,7 @@ def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     stride = 1
     overflow = False
     for axis in reversed(range(len(shape))):
-        if not overflow and stride * shape[axis] > 2**32:
+        if not overflow and stride * shape[axis] > _MAX_COUNT:
             overflow, stride = True, 1  # further axes are counted apart, so that no index repeats
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
         low, high = (low, high + index) if overflow else (low + index, high)
