@@ -44,6 +44,7 @@ def reference() -> str:
 def _group_rows() -> Iterator[str]:
     yield "| choice | what it is |"
     yield "|---|---|"
+    assert __package__ is not None
     folder = resources.files(__package__)
     for group in dataclasses.fields(TrainConfig):
         files = folder / group.name
