@@ -106,6 +106,11 @@ def load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
     if config.tokenizer is not None:
         tokenizer = load_tokenizer_file(config.tokenizer)
         check_vocabulary(tokenizer, vocab_size)
+        if not tokenizer.lossless:
+            note(
+                f"data: the tokenizer {tokenizer.name} changes text (a prefix, normalisation or "
+                "unknown characters), so bits per byte is approximate"
+            )
         return tokenizer
     source = open_source(config)
     vocab_size = min(vocab_size, _LARGEST_TRAINED_VOCABULARY)

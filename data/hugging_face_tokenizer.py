@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from ..errors import UserError
-from .tokenizer import HUGGING_FACE_FILE, REPLACEMENT, Tokenizer, content_fingerprint
+from .tokenizer import HUGGING_FACE_FILE, PROBE, REPLACEMENT, Tokenizer, content_fingerprint
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # For a tokenizer.json that lies alone: the names that published tokenizers give these tokens.
@@ -62,6 +62,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.pad_id = eos_id if pad_id is None else pad_id
         self._lengths = self._count_bytes(vocabulary, specification, path)
         self.fingerprint = content_fingerprint(content)
+        self.lossless = self.keeps(PROBE)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without beginning and end."""

@@ -5,7 +5,6 @@ k * batch_size + r of an endless sequence that goes through all rows once an epo
 random order each. So the state is one number, and setting it is instant at any step.
 """
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,49 +15,56 @@ from ..errors import UserError
 from .config import DataConfig
 from .corpus import Corpus, TokenStream, load_corpus
 from .packing import Batch, count_rows, pack_rows
+from .shuffle import permute
 from .tokenizer import Tokenizer
 
 _ENDLESS = 2**62
-_BATCHES_AHEAD_PER_WORKER = 2
+_GROUPS_AHEAD_PER_WORKER = 2
+_TOKENS_PER_GROUP = 1 << 15
 
 
-class _PackedBatches:
-    """Random access to one process's part of every batch: what Grain reads from.
+class _BatchGroups:
+    """Random access to one process's part of the batches, some batches at a time: what Grain reads.
 
-    A whole batch is packed at once because that is ten times as fast as row by row.
+    Small batches are packed several at once, because the cost of a call is that of thousands of
+    tokens.
     """
 
     def __init__(
         self,
         stream: TokenStream,
-        shuffle_seed: int | None,
+        seed: int | None,
         *,
         first_row: int,
         batch_size: int,
         part: slice,
         sequence_length: int,
     ):
-        self._stream, self._shuffle_seed = stream, shuffle_seed
+        self._stream, self._seed = stream, seed
         self._num_rows = count_rows(stream, sequence_length)
         self._first_row, self._batch_size, self._part = first_row, batch_size, part
         self._sequence_length = sequence_length
+        tokens_per_batch = (part.stop - part.start) * sequence_length
+        self.batches_per_group = max(1, _TOKENS_PER_GROUP // tokens_per_batch)
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: Any) -> Batch:
-        begin = self._first_row + int(index) * self._batch_size
-        places = range(begin + self._part.start, begin + self._part.stop)
-        rows = np.array([self._row_at(place) for place in places], np.int64)
+        group_rows = self.batches_per_group * self._batch_size
+        begin = self._first_row + int(index) * group_rows
+        places = np.arange(begin, begin + group_rows).reshape(-1, self._batch_size)
+        rows = self._rows_at(places[:, self._part].ravel())
         return pack_rows(self._stream, rows, self._sequence_length)
 
-    def _row_at(self, place: int) -> int:
-        """The row at a place of the endless sequence: a new permutation every epoch, computed
-        place by place (a small block cipher), so that no list of all rows is kept."""
-        epoch, index = divmod(place, self._num_rows)
-        if self._shuffle_seed is None:
-            return index
-        return _permuted(index, self._num_rows, self._shuffle_seed + epoch)
+    def _rows_at(self, places: np.ndarray) -> np.ndarray:
+        """The rows at these places of the endless sequence: a new permutation every epoch."""
+        epochs, rows = np.divmod(places, self._num_rows)
+        if self._seed is not None:
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                rows[here] = permute(rows[here], self._num_rows, self._seed, epoch)
+        return rows
 
 
 class TrainIterator(Iterator[Batch]):
@@ -85,9 +91,9 @@ class TrainIterator(Iterator[Batch]):
         self.corpus = corpus
         self.rows_per_epoch = count_rows(corpus.train, sequence_length)
         self._batch_size, self._sequence_length, self._part = batch_size, sequence_length, part
-        self._shuffle_seed = _shuffle_seed(seed) if shuffle else None
+        self._seed = seed if shuffle else None
         self._options = grain.ReadOptions(
-            num_threads=num_workers, prefetch_buffer_size=_BATCHES_AHEAD_PER_WORKER * num_workers
+            num_threads=num_workers, prefetch_buffer_size=_GROUPS_AHEAD_PER_WORKER * num_workers
         )
         self._determines = {
             "corpus": corpus.digest,
@@ -97,14 +103,17 @@ class TrainIterator(Iterator[Batch]):
             "seed": seed,
         }
         self._rows_read = 0
-        self._batches = self._start()
+        self._groups, self._batches = self._start()
 
     def __iter__(self) -> "TrainIterator":
         return self
 
     def __next__(self) -> Batch:
         """This process's rows of the next batch; see `pack_rows` for the arrays."""
-        batch = next(self._batches)
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = self._split(next(self._groups))
+            batch = next(self._batches)
         self._rows_read += self._batch_size
         return batch
 
@@ -131,18 +140,25 @@ class TrainIterator(Iterator[Batch]):
                     f"has {key}={value}: restore the data settings of that run, or start a new "
                     "one from its weights"
                 )
-        self._batches.close()
+        self._groups.close()
         self._rows_read = int(state["rows_read"])
-        self._batches = self._start()
+        self._groups, self._batches = self._start()
 
     def close(self) -> None:
         """Ends the worker threads."""
-        self._batches.close()
+        self._groups.close()
 
-    def _start(self) -> grain.DatasetIterator:
-        batches = _PackedBatches(
+    def _split(self, group: Batch) -> Iterator[Batch]:
+        """The batches of a group, as views of its arrays."""
+        share = self._part.stop - self._part.start
+        for begin in range(0, len(group["tokens"]), share):
+            yield {key: value[begin : begin + share] for key, value in group.items()}
+
+    def _start(self) -> tuple[grain.DatasetIterator, Iterator[Batch]]:
+        """Groups from `rows_read` on, and the batches left of the current group: none."""
+        groups = _BatchGroups(
             self.corpus.train,
-            self._shuffle_seed,
+            self._seed,
             first_row=self._rows_read,
             batch_size=self._batch_size,
             part=self._part,
@@ -151,7 +167,8 @@ class TrainIterator(Iterator[Batch]):
         # Threads, not processes: packing is a few array operations per batch, far faster than a
         # step, and a thread needs no shared memory, cannot be killed alone, starts at once, and
         # raises its error in the consumer.
-        return iter(grain.MapDataset.source(batches).to_iter_dataset(self._options))
+        dataset = grain.MapDataset.source(groups).to_iter_dataset(self._options)
+        return iter(dataset), iter(())
 
 
 def make_train_iterator(
@@ -223,14 +240,16 @@ def make_validation_batches(
     part = _part(batch_size, process_index, process_count)
     corpus = load_corpus(config, tokenizer)
     num_rows = count_rows(corpus.validation, sequence_length)
+    if not num_rows:
+        return []
     num_batches = -(-num_rows // batch_size)
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
-    order = [_permuted(index, num_rows, seed=0) for index in range(num_rows)]
-    order += [num_rows] * (-num_rows % batch_size)  # rows behind the last are padding
+    order = permute(np.arange(num_rows), num_rows, seed=0, epoch=0)
+    padding = np.full(-num_rows % batch_size, num_rows)  # rows behind the last are padding
     return [
         pack_rows(corpus.validation, rows[part], sequence_length)
-        for rows in np.array(order, np.int64).reshape(-1, batch_size)[:num_batches]
+        for rows in np.append(order, padding).reshape(-1, batch_size)[:num_batches]
     ]
 
 
@@ -243,17 +262,3 @@ def _part(batch_size: int, process_index: int, process_count: int) -> slice:
     assert 0 <= process_index < process_count, (process_index, process_count)
     share = batch_size // process_count
     return slice(process_index * share, (process_index + 1) * share)
-
-
-def _permuted(index: int, number: int, seed: int) -> int:
-    """Where `index` goes in a pseudo-random permutation of range(number)."""
-    return grain.experimental.index_shuffle(
-        index, max_index=number - 1, seed=seed % 2**32, rounds=4
-    )
-
-
-def _shuffle_seed(seed: int) -> int:
-    """32 bits, to which the epoch is added: hashed, so that the second epoch of one seed is not the
-    first of the next."""
-    digest = hashlib.blake2b(f"row order {seed}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big")

@@ -15,6 +15,9 @@ HUGGING_FACE_FILE = "tokenizer.json"
 BYTES_FILE = "tokenizer.bytes"
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# What tokenizers are known to change: outer and repeated spaces, other whitespace, characters with
+# a compatibility form, combining accents, characters outside the vocabulary.
+PROBE = " a  \t\n\n b\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}\N{SNOWMAN}\r "
 
 
 class Tokenizer(abc.ABC):
@@ -30,6 +33,8 @@ class Tokenizer(abc.ABC):
       eos_id: id of the end of a document.
       pad_id: id that fills rows; equal to eos_id for a tokenizer without one of its own.
       fingerprint: a hash of everything that determines the ids.
+      lossless: decode(encode(text)) == text and the byte lengths are exact, as far as a probe of
+        spaces, newlines and compatibility characters tells.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Tokenizer(abc.ABC):
     eos_id: int
     pad_id: int
     fingerprint: str
+    lossless: bool
 
     @property
     def start_id(self) -> int:
@@ -69,6 +75,12 @@ class Tokenizer(abc.ABC):
     def save(self, directory: str | Path) -> Path:
         """Writes a file from which `load_tokenizer_file(directory)` makes the same tokenizer."""
 
+    def keeps(self, text: str) -> bool:
+        """Whether `text` comes back from its ids, and their byte lengths add up to its own."""
+        ids = self.encode(text)
+        num_bytes = int(self.token_byte_lengths()[ids].sum())
+        return self.decode(ids) == text and num_bytes == len(text.encode())
+
 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the beginning, the end and the padding: 259 ids."""
@@ -78,6 +90,7 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = 259
         self.bos_id, self.eos_id, self.pad_id = 256, 257, 258
         self.fingerprint = "bytes-1"
+        self.lossless = True
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""

@@ -136,6 +136,15 @@ def test_a_model_smaller_than_the_tokenizer(byte_config):
         load_tokenizer(byte_config, 100)
 
 
+def test_a_tokenizer_that_changes_text_is_said_to(byte_config, monkeypatch, capfd):
+    monkeypatch.setattr(
+        "fp4zoo.data.tokenizer.ByteTokenizer.__init__",
+        lambda self: self.__dict__.update(name="lossy", vocab_size=259, lossless=False),
+    )
+    load_tokenizer(byte_config, 4096)
+    assert "lossy changes text" in capfd.readouterr().err
+
+
 def test_large_vocabularies_take_four_bytes(byte_config):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = 70_000

@@ -237,6 +237,14 @@ def test_hugging_face_special_tokens_come_from_the_settings(byte_level_file):
     assert tokenizer.token_byte_lengths()[ids[-1]] == 7
 
 
+def test_lossless_is_found_out(byte_level_file, tmp_path):
+    assert load_tokenizer_file(byte_level_file).lossless
+    tokenizer = tokenizers.Tokenizer.from_file(str(byte_level_file))
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert not load_tokenizer_file(tmp_path / "tokenizer.json").lossless
+
+
 def test_hugging_face_with_byte_fallback(piece_file):
     tokenizer = load_tokenizer_file(piece_file)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
