@@ -5,7 +5,7 @@ from fp4zoo.data import DataConfig, TokenStream
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache_home(tmp_path, monkeypatch):
     """An empty cache directory for this test alone."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("FP4ZOO_CACHE", str(directory))
@@ -26,7 +26,7 @@ def text_directory(tmp_path):
 
 
 @pytest.fixture
-def byte_config(cache, text_directory):
+def byte_config(cache_home, text_directory):
     """The text files in bytes, with a fifth of them for validation."""
     return DataConfig(path=str(text_directory), tokenizer="bytes", validation_fraction=0.2)
 

@@ -17,8 +17,8 @@ def texts(stream, tokenizer):
     return [tokenizer.decode(document[:-1]) for document in documents]
 
 
-def corpora(cache):
-    return sorted(path.name for path in (cache / "corpora").iterdir())
+def corpora(cache_home):
+    return sorted(path.name for path in (cache_home / "corpora").iterdir())
 
 
 def test_every_document_is_in_one_split_or_counted(byte_config, text_directory):
@@ -46,15 +46,15 @@ def test_no_validation_split(byte_config):
     assert len(corpus.validation.tokens) == 0 and len(corpus.train.tokens) > 1000
 
 
-def test_the_second_time_is_read_from_the_cache(byte_config, cache, monkeypatch):
+def test_the_second_time_is_read_from_the_cache(byte_config, cache_home, monkeypatch):
     first = load_corpus(byte_config, ByteTokenizer())
     monkeypatch.setattr(ByteTokenizer, "encode_batch", None)
     second = load_corpus(byte_config, ByteTokenizer())
     np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
-    assert first.digest == second.digest and len(corpora(cache)) == 1
+    assert first.digest == second.digest and len(corpora(cache_home)) == 1
 
 
-def test_another_file_tokenizer_or_split_is_another_entry(byte_config, cache, text_directory):
+def test_another_file_tokenizer_or_split_is_another_entry(byte_config, cache_home, text_directory):
     tokenizer = ByteTokenizer()
     digests = [load_corpus(byte_config, tokenizer).digest]
     (text_directory / "file05.txt").write_text("changed")
@@ -63,18 +63,20 @@ def test_another_file_tokenizer_or_split_is_another_entry(byte_config, cache, te
     digests.append(load_corpus(config, tokenizer).digest)
     tokenizer.fingerprint = "other"
     digests.append(load_corpus(config, tokenizer).digest)
-    assert len(set(digests)) == len(corpora(cache)) == 4
+    assert len(set(digests)) == len(corpora(cache_home)) == 4
 
 
-def test_the_digest_is_of_the_content_not_of_the_file_times(byte_config, cache, text_directory):
+def test_the_digest_is_of_the_content_not_of_the_file_times(
+    byte_config, cache_home, text_directory
+):
     first = load_corpus(byte_config, ByteTokenizer())
     os.utime(text_directory / "file05.txt", ns=(1, 1))
     second = load_corpus(byte_config, ByteTokenizer())
-    assert first.digest == second.digest and len(corpora(cache)) == 2
+    assert first.digest == second.digest and len(corpora(cache_home)) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no manifest", "bad manifest", "no starts"])
-def test_a_damaged_entry_is_built_again(byte_config, cache, damage):
+def test_a_damaged_entry_is_built_again(byte_config, cache_home, damage):
     first = load_corpus(byte_config, ByteTokenizer())
     expected = first.train.tokens.copy()
     if damage == "truncate":
@@ -93,7 +95,7 @@ def _load_in_a_process(config, queue):
     queue.put((tokenizer.fingerprint, load_corpus(config, tokenizer).train.tokens.sum()))
 
 
-def test_two_processes_at_once_get_the_same(byte_config, cache):
+def test_two_processes_at_once_get_the_same(byte_config, cache_home):
     config = dataclasses.replace(byte_config, tokenizer=None)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -105,10 +107,12 @@ def test_two_processes_at_once_get_the_same(byte_config, cache):
     for process in processes:
         process.join()
     assert results[0] == results[1]
-    assert len(corpora(cache)) == 1 and not list(cache.glob("**/*.partial-*"))
+    assert len(corpora(cache_home)) == 1 and not list(cache_home.glob("**/*.partial-*"))
 
 
-def test_a_tokenizer_is_trained_once_and_fits_the_model(byte_config, cache, monkeypatch, capfd):
+def test_a_tokenizer_is_trained_once_and_fits_the_model(
+    byte_config, cache_home, monkeypatch, capfd
+):
     config = dataclasses.replace(byte_config, tokenizer=None)
     first = load_tokenizer(config, 4096)
     assert first.vocab_size <= 4096

@@ -239,7 +239,7 @@ def test_mean_loss_leaves_padding_out():
 
 
 @pytest.mark.slow
-def test_the_default_corpus_from_nothing(cache):
+def test_the_default_corpus_from_nothing(cache_home):
     """Nothing but this Python: tokenizer, tokens and batches in a minute, exact to the byte."""
     began = time.perf_counter()
     config = DataConfig()
