@@ -200,7 +200,5 @@ def check(override: Override, schema: type) -> None:
         pass
     elif path not in known:
         raise UserError(mistakes.unknown_key(path, known))
-    elif known[path].annotation is bool and isinstance(value, (int, float)) and value not in (0, 1):
-        raise UserError(
-            f"{path}={value}: expected {known[path].expected}"
-        )  # OmegaConf takes 7 for true
+    elif not known[path].accepts(value):  # OmegaConf is laxer: it takes 7 for true
+        raise UserError(mistakes.wrong_type(path, value, known))

@@ -52,6 +52,24 @@ class Key:
         """The type in words, for error messages."""
         return type_in_words(self.annotation) + (" or null" if self.optional else "")
 
+    def accepts(self, value: Any) -> bool:
+        """Whether a value from the command line has the key's type; interpolations may."""
+        if value is None:
+            return self.optional
+        if isinstance(value, str) and "${" in value:
+            return True
+        if self.group is not None:
+            return isinstance(value, dict)
+        if typing.get_origin(self.annotation) in (list, tuple):
+            return isinstance(value, list)
+        if self.annotation is float:
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        if self.annotation is int:
+            return isinstance(value, int) and not isinstance(value, bool)
+        if self.annotation is bool:
+            return isinstance(value, bool)
+        return not isinstance(value, (list, dict))
+
 
 def type_in_words(annotation: Any) -> str:
     """Returns a type as a user would say it: `an integer`, `a list of text`."""

@@ -60,6 +60,11 @@ def unknown_key(path: str, known: Mapping[str, Key]) -> str:
     return f"{message}: --help lists the keys"
 
 
+def wrong_type(path: str, value: object, known: Mapping[str, Key]) -> str:
+    """Returns the message for a value that is not of its key's type."""
+    return f"{path}={as_written(value)}: expected {known[path].expected}"
+
+
 def _nearest(path: str, known: Mapping[str, Key]) -> str | None:
     """The key meant by `path`: the same name elsewhere, or the likest beside it, or elsewhere."""
     parent, _, name = path.rpartition(".")
@@ -104,7 +109,7 @@ def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and path not in known:
         return where + unknown_key(path, known)
     if isinstance(cause, ValidationError) and path in known:
-        return f"{where}{path}={as_written(cause.value)}: expected {known[path].expected}"
+        return where + wrong_type(path, cause.value, known)
     message = " ".join((cause.msg or str(cause)).split("\n")[0].split())
     return f"{where}{path}: {message}" if path else where + message
 

@@ -74,6 +74,24 @@ def test_twin_takes_values_that_the_frozen_class_would_not():
     assert car == Car(spare=Engine(3.0, "diesel"), tags=("a",))
 
 
+@pytest.mark.parametrize(
+    "path, right, wrong",
+    [
+        ("engine.power", [1, 0.5, "${wheels}"], [None, True, "x", [1.0]]),
+        ("engine.fuel", ["petrol", 3], [None, ["petrol"], {}]),
+        ("wheels", [3], [None, True, 3.0, "3"]),
+        ("doors", [None, 3], [3.0]),
+        ("engine", [{"power": 1}], [None, 3]),
+        ("spare", [{"power": 1}, None], ["x"]),
+        ("tags", [["a"], []], [None, "a"]),
+    ],
+)
+def test_values_are_accepted_by_type(path: str, right: list, wrong: list):
+    key = keys(Car)[path]
+    assert [key.accepts(value) for value in right] == [True] * len(right)
+    assert [key.accepts(value) for value in wrong] == [False] * len(wrong)
+
+
 def test_build_says_what_is_wrong_in_one_line():
     values = {"engine": {"power": 1.0, "fuel": "petrl"}, "wheels": 4, "doors": 2, "tags": []}
     with pytest.raises(
