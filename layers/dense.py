@@ -1,8 +1,10 @@
 """NVFP4Dense: `nnx.Linear` whose three GEMMs follow a precision recipe."""
 
+import logging
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from ..numerics import Recipe, get_recipe, linear
 from ..numerics.formats import BLOCK
 from .rounding import RoundingStream
 
+logger = logging.getLogger("fp4zoo")
 Initializer = jax.nn.initializers.Initializer
 _default_kernel_init = nnx.initializers.lecun_normal()
 _default_bias_init = nnx.initializers.zeros_init()
@@ -36,33 +39,42 @@ class NVFP4Dense(nnx.Module):
         use_bias: bool = True,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,  # type: ignore[assignment]
+        precision: jax.lax.PrecisionLike = None,
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
+        on_unsupported: Literal["error", "bf16"] = "error",
         name: str = "NVFP4Dense",
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
         """
         in_features: length of x's last axis. out_features: an int, or several axes of one fused product.
         dtype: dtype of the output and of the activations (None: x's own). param_dtype: of the master weights.
+        precision: of the float32 matmul of recipe "fp32"; the other recipes say themselves what they compute.
         recipe: a name or a `Recipe`. name: what error messages call the layer.
         rounding: "stream" keeps a random stream in the layer, advanced by each call under NNX transforms
         (like `nnx.Dropout`); "explicit" keeps none: pass `rounding_key` to the calls that are differentiated.
 
-        Raises ValueError when an FP4 recipe meets a dimension that is not a multiple of 16.
+        on_unsupported: what to do when an FP4 recipe meets a dimension that is not a multiple of 16: raise
+        ValueError, or log a line and run this layer in bf16.
         """
         self.in_features = in_features
         self.out_features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        self.recipe = get_recipe(recipe)
         self.dtype = dtype
         self.param_dtype = param_dtype
+        self.precision = precision
         self.name = name
-        check_blocks(self.recipe, name, in_features=in_features, out_features=self.out_features[-1])
-        shape = (in_features, math.prod(self.out_features))
-        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype).reshape(in_features, *self.out_features))
-        self.bias = nnx.Param(bias_init(rngs.params(), self.out_features, param_dtype)) if use_bias else None
-        self.rounding = RoundingStream.create(rounding, self.recipe, rngs)
+        self.recipe = resolve_recipe(
+            recipe, name, on_unsupported, in_features=in_features, out_features=self.out_features[-1]
+        )
+        kernel = kernel_init(rngs.params(), (in_features, math.prod(self.out_features)), param_dtype)
+        self.kernel = nnx.Param(kernel.reshape(in_features, *self.out_features), **kernel_metadata)
+        bias = nnx.Param(bias_init(rngs.params(), self.out_features, param_dtype), **bias_metadata) if use_bias else None
+        self.bias: nnx.Param | None = nnx.data(bias)
+        self.rounding = nnx.data(RoundingStream.create(rounding, self.recipe, rngs))
 
     def __call__(self, x: jax.Array, *, rounding_key: jax.Array | None = None) -> jax.Array:
         """x: [..., in_features] -> [..., *out_features].
@@ -72,15 +84,27 @@ class NVFP4Dense(nnx.Module):
         """
         x = x if self.dtype is None else x.astype(self.dtype)
         key, content_seeded = self.rounding.draw(rounding_key) if self.rounding else (rounding_key, rounding_key is None)
-        y = linear(x, self.kernel[...], recipe=self.recipe, key=key, content_seeded=content_seeded)
+        y = linear(x, self.kernel[...], recipe=self.recipe, key=key, content_seeded=content_seeded, precision=self.precision)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-def check_blocks(recipe: Recipe, name: str, **dimensions: int) -> None:
-    """Raise ValueError when an FP4 recipe meets a dimension that blocks of 16 do not divide."""
+def resolve_recipe(
+    recipe: str | Recipe, name: str, on_unsupported: Literal["error", "bf16"], **dimensions: int
+) -> Recipe:
+    """The recipe a layer runs: the one asked for when blocks of 16 divide the dimensions, else as configured.
+
+    Raises ValueError that names the layer, or logs a line and returns "bf16".
+    """
+    recipe = get_recipe(recipe)
+    if on_unsupported not in ("error", "bf16"):
+        raise ValueError(f'on_unsupported={on_unsupported!r}: use "error" or "bf16"')
     for dimension, value in dimensions.items():
         if recipe.uses_fp4 and value % BLOCK:
-            raise ValueError(
-                f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe {recipe.name!r} needs: "
-                f'use {value + -value % BLOCK}, or recipe="bf16" for this layer'
-            )
+            fault = f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe {recipe.name!r} needs"
+            if on_unsupported == "error":
+                raise ValueError(
+                    f'{fault}: use {value + -value % BLOCK}, leave the layer in recipe="bf16", or on_unsupported="bf16"'
+                )
+            logger.warning("%s: this layer runs in bf16", fault)
+            return get_recipe("bf16")
+    return recipe

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..numerics import Recipe, get_recipe, grouped_linear
-from .dense import check_blocks
+from ..numerics import Recipe, grouped_linear
+from .dense import resolve_recipe
 from .dispatch import from_experts, plan_dispatch, to_experts
 from .rounding import RoundingStream
 
@@ -55,11 +55,12 @@ class NVFP4MoE(nnx.Module):
         down_init: Initializer = _default_init,
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
+        on_unsupported: Literal["error", "bf16"] = "error",
         name: str = "NVFP4MoE",
         rngs: nnx.Rngs,
     ):
         """
-        capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding: see NVFP4Dense.
+        capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding, on_unsupported: see NVFP4Dense.
 
         Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for experts_per_token
         outside 1 .. num_experts and for a capacity_factor that is not positive.
@@ -70,8 +71,7 @@ class NVFP4MoE(nnx.Module):
             )
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"{name}: capacity_factor={capacity_factor} must be positive, or None for dropless")
-        self.recipe = get_recipe(recipe)
-        check_blocks(self.recipe, name, embed_dim=embed_dim, mlp_dim=mlp_dim)
+        self.recipe = resolve_recipe(recipe, name, on_unsupported, embed_dim=embed_dim, mlp_dim=mlp_dim)
         self.embed_dim, self.mlp_dim = embed_dim, mlp_dim
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.capacity_factor = capacity_factor
@@ -81,7 +81,7 @@ class NVFP4MoE(nnx.Module):
         gate_up = gate_up_init(rngs.params(), (num_experts, embed_dim, 2 * mlp_dim), param_dtype)
         self.gate_up = nnx.Param(gate_up.reshape(num_experts, embed_dim, 2, mlp_dim))
         self.down = nnx.Param(down_init(rngs.params(), (num_experts, mlp_dim, embed_dim), param_dtype))
-        self.rounding = RoundingStream.create(rounding, self.recipe, rngs)
+        self.rounding = nnx.data(RoundingStream.create(rounding, self.recipe, rngs))
 
     def __call__(
         self, x: jax.Array, *, token_mask: jax.Array | None = None, rounding_key: jax.Array | None = None

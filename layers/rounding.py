@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..numerics import Recipe
@@ -16,18 +17,20 @@ class RoundingStream(nnx.Module):
     which biases the weights; so the bits of the incoming gradient are mixed into the key as well.
     """
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.key = nnx.RngKey(rngs.stochastic_rounding(), tag="stochastic_rounding")
-        self.count = nnx.RngCount(jax.numpy.zeros((), jax.numpy.uint32), tag="stochastic_rounding")
+    def __init__(self, rngs: nnx.Rngs, stacked: tuple[int, ...] = ()):
+        """stacked: leading axes of a layer whose parameters are stacked (nnx.vmap): a stream for each."""
+        key = rngs.stochastic_rounding()
+        self.key = nnx.RngKey(jax.random.split(key, stacked) if stacked else key, tag="stochastic_rounding")
+        self.count = nnx.RngCount(jnp.zeros(stacked, jnp.uint32), tag="stochastic_rounding")
 
     @classmethod
     def create(
-        cls, rounding: Literal["stream", "explicit"], recipe: Recipe, rngs: nnx.Rngs
+        cls, rounding: Literal["stream", "explicit"], recipe: Recipe, rngs: nnx.Rngs, stacked: tuple[int, ...] = ()
     ) -> "RoundingStream | None":
         """The stream of a layer that needs one, or None. Raises ValueError for an unknown `rounding`."""
         if rounding not in ("stream", "explicit"):
             raise ValueError(f'rounding={rounding!r}: use "stream" or "explicit"')
-        return cls(rngs) if rounding == "stream" and recipe.uses_stochastic_rounding else None
+        return cls(rngs, stacked) if rounding == "stream" and recipe.uses_stochastic_rounding else None
 
     def draw(self, key: jax.Array | None) -> tuple[jax.Array, bool]:
         """(key for this call, whether to mix in the gradient's bits): the caller's key, or the stream's next."""

@@ -19,7 +19,7 @@ from ..layers.attention import Attention
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.norm import RMSNorm
 from ..layers.rope import RopeTables, rope_frequencies, rope_tables
-from ..numerics import Recipe
+from ..numerics import GEMM_NAME, QUANTIZED_NAME, Recipe
 from .config import ModelConfig
 from .precision_plan import LinearShape, PrecisionRules, Segment, make_plan, make_segments
 
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
             )
 
         if self.remat == "save_quantized":
-            policy = jax.checkpoint_policies.save_only_these_names("quantized")
+            policy = jax.checkpoint_policies.save_only_these_names(QUANTIZED_NAME, GEMM_NAME)
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         elif self.remat == "full":
             body = jax.checkpoint(body, prevent_cse=False)

@@ -1,5 +1,6 @@
 """NVFP4 arithmetic: pure functions on arrays, no NNX."""
 
+from .backends.emulated import GEMM_NAME, QUANTIZED_NAME
 from .formats import Format
 from .grouped import grouped_linear
 from .hadamard import random_hadamard
@@ -8,6 +9,8 @@ from .quantize import QuantizedTensor, quantize
 from .recipe import RECIPES, Operand, Recipe, get_recipe, nvfp4_recipe
 
 __all__ = [
+    "GEMM_NAME",
+    "QUANTIZED_NAME",
     "RECIPES",
     "Format",
     "Operand",

@@ -20,14 +20,20 @@ from .recipe import Recipe
 
 
 def linear(
-    x: jax.Array, kernel: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, content_seeded: bool = False
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    recipe: Recipe,
+    key: jax.Array | None = None,
+    content_seeded: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """y = x w with the recipe's rounding in all three GEMMs.
 
     x: [..., K]; kernel: [K, *N], float32 for float32 gradients. Returns [..., *N] in x's dtype.
     key: a JAX PRNG key that decides the stochastic rounding of this call's gradients. With
     content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a key (a
-    layer whose key is not advanced, or no key at all) still draw different bits for different gradients.
+    layer whose key is not advanced, or no key at all) still draw different bits for different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
 
     Raises ValueError when the recipe rounds stochastically and neither is given.
     """
@@ -38,7 +44,7 @@ def linear(
         )
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
-        return jax.lax.dot_general(x, kernel, axes, preferred_element_type=jnp.float32).astype(x.dtype)
+        return jax.lax.dot_general(x, kernel, axes, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
     return _linear(recipe, content_seeded, x, kernel, rounding_words(recipe, key, content_seeded))
 
 
