@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 
 from .. import __version__
 from ..errors import UserError
+from . import mistakes
 from .compose import (
     CONFIG_MODULE,
     VERSION_BASE,
@@ -34,6 +35,7 @@ from .compose import (
     schema_of,
     to_dataclass,
 )
+from .fields import keys
 
 USAGE_ERROR = 2  # exit status for mistakes of the user
 
@@ -54,15 +56,13 @@ def run(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args(arguments)
+        options = _options(arguments)
         name = options.config_name or config_name
         if options.multirun:
             return _sweep(main, options, arguments, name)
         config = to_dataclass(compose(options.overrides, name, options.config_dir), schema_of(name))
         if options.help or options.hydra_help or options.cfg or options.info:
-            with contextlib.suppress(SystemExit):  # --help ends that way
-                _hydra(lambda _: None, options, arguments, name)
-            return 0
+            return _show(options, arguments, name)
         return main(config)
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -71,27 +71,46 @@ def run(
         return USAGE_ERROR
 
 
+def _show(options: argparse.Namespace, arguments: list[str], name: str) -> int:
+    """--help, --cfg and --info, which print instead of running."""
+    known = keys(schema_of(name))
+    if options.cfg == "job" and options.package not in (None, "_global_", *known):
+        raise UserError(mistakes.unknown_key(options.package, known))
+    try:
+        _hydra(lambda _: None, options, arguments, name)
+        sys.stdout.flush()
+    except SystemExit as stop:  # how Hydra's --help ends
+        return int(stop.code or 0)
+    except BrokenPipeError:  # `| head`: what is left to print must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: --help shows the usage")
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Those of Hydra's flags that make sense here; Hydra parses the command line again itself."""
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses those of Hydra's flags that make sense here; Hydra parses them again itself."""
     parser = _OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--hydra-help", action="store_true")
-    parser.add_argument("--version", action="version", version=f"fp4zoo {__version__}")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--version", action="version", version=f"fp4zoo {__version__}")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--multirun", "-m", action="store_true")
+    instead.add_argument("--help", "-h", action="store_true")
+    instead.add_argument("--hydra-help", action="store_true")
+    instead.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=infos)
-    return parser
+    instead.add_argument("--info", "-i", nargs="?", const="all", choices=infos)
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    options = parser.parse_args(arguments)
+    if (options.resolve or options.package) and not options.cfg:
+        parser.error("--resolve and --package go with --cfg")
+    return options
 
 
 def _sweep(

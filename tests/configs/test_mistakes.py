@@ -109,6 +109,7 @@ def test_any_slip_of_the_finger_is_one_line(path: str, data: st.DataObject, caps
         ("seed", "malformed override 'seed': write key=value"),
         ("=3", "malformed override '=3': write key=value"),
         ("--sed", "unrecognized arguments: --sed: --help shows the usage"),
+        ("--resolve", "--resolve and --package go with --cfg: --help shows the usage"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("data=text", "missing value: set data.path (text or null)"),
         ("hydra.nope=1", "unknown key 'hydra.nope': --cfg hydra lists Hydra's own keys"),
@@ -166,6 +167,18 @@ def test_mistake_in_a_file_of_the_user(yaml: str, text: str, tmp_path: Path, cap
 def test_sweep_with_one_bad_job_starts_none(capsys):
     assert complaint(capsys, "-m", "seed=1,banana") == "seed=banana: expected an integer"
     assert complaint(capsys, "-m", "model=llama-tiny,lama").startswith("model=lama: unknown choice")
+
+
+def test_flags_that_exclude_each_other(capsys):
+    assert "not allowed with argument" in complaint(capsys, "-m", "--cfg", "job", "seed=1,2")
+    assert "unrecognized arguments: --experimental-rerun" in complaint(
+        capsys, "--experimental-rerun=x"
+    )
+
+
+def test_cfg_of_a_package_that_does_not_exist(capsys):
+    text = complaint(capsys, "--cfg", "job", "--package", "optimiser")
+    assert text == "unknown key 'optimiser': did you mean 'optimizer'?"
 
 
 def test_cfg_and_help_complain_alike(capsys):
