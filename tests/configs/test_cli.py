@@ -126,6 +126,7 @@ def test_cfg_prints_the_configuration_instead_of_running(here: Path, capsys):
 def test_info_shows_the_defaults(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # Hydra adds one to this stdout
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
     assert run(Program(), ["--info", "defaults"]) == 0
     assert "model/llama-tiny" in capsys.readouterr().out
     assert list(here.iterdir()) == []
