@@ -77,9 +77,9 @@ def _show(options: argparse.Namespace, arguments: list[str], name: str) -> int:
     known = keys(schema_of(name))
     if options.cfg == "job" and options.package not in (None, "_global_", *known):
         raise UserError(mistakes.unknown_key(options.package, known))
-    if options.info:  # Hydra logs it to stdout: once, though a library has left a handler, and to
+    if options.info:  # Hydra logs it to stdout: not also to a handler that a library left,
         logging.getLogger().handlers.clear()
-        logging.raiseExceptions = False  # `| head` without complaint
+        logging.raiseExceptions = False  # nor with complaints about `| head`
     try:
         _hydra(lambda _: None, options, arguments, name)
         sys.stdout.flush()
