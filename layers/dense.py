@@ -23,9 +23,10 @@ _default_bias_init = nnx.initializers.zeros_init()
 class NVFP4Dense(nnx.Module):
     """y = x @ kernel + bias, its forward and backward GEMMs in the recipe's precision.
 
-    A drop-in for `flax.nnx.Linear`: the same arguments plus `recipe`, the same `kernel` and `bias`. The
-    master weight and its gradient are float32 (`param_dtype`); blocks of 16 run along the contracted axis of
-    each GEMM, so `in_features` and the last of `out_features` are multiples of 16 for an FP4 recipe.
+    A drop-in for `flax.nnx.Linear`: the same arguments plus `recipe`, the same `kernel` and `bias`.
+    The master weight and its gradient are float32 (`param_dtype`); blocks of 16 run along the
+    contracted axis of each GEMM, so `in_features` and the last of `out_features` are multiples of
+    16 for an FP4 recipe.
 
     kernel: [in_features, *out_features]; bias: [*out_features] or None.
     Source of the recipe: arXiv 2509.25149.
@@ -51,47 +52,74 @@ class NVFP4Dense(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """
-        in_features: length of x's last axis. out_features: an int, or several axes of one fused product.
-        dtype: dtype of the output and of the activations (None: x's own). param_dtype: of the master weights.
-        precision: of the float32 matmul of recipe "fp32"; the other recipes say themselves what they compute.
+        in_features: length of x's last axis. out_features: an int, or several axes of one fused
+        product.
+        dtype: dtype of the output and of the activations (None: x's own). param_dtype: of the
+        master weights.
+        precision: of the float32 matmul of recipe "fp32"; the other recipes say themselves what
+        they compute.
         recipe: a name or a `Recipe`. name: what error messages call the layer.
-        rounding: "stream" keeps a random stream in the layer, advanced by each call under NNX transforms
-        (like `nnx.Dropout`); "explicit" keeps none: pass `rounding_key` to the calls that are differentiated.
+        rounding: "stream" keeps a random stream in the layer, advanced by each call under NNX
+        transforms (like `nnx.Dropout`); "explicit" keeps none: pass `rounding_key` to the calls
+        that are differentiated.
 
-        on_unsupported: what to do when an FP4 recipe meets a dimension that is not a multiple of 16: raise
-        ValueError, or log a line and run this layer in bf16.
+        on_unsupported: what to do when an FP4 recipe meets a dimension that is not a multiple of
+        16: raise ValueError, or log a line and run this layer in bf16.
         """
         self.in_features = in_features
-        self.out_features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.out_features = (
+            (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        )
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
         self.name = name
         self.recipe = resolve_recipe(
-            recipe, name, on_unsupported, in_features=in_features, out_features=self.out_features[-1]
+            recipe,
+            name,
+            on_unsupported,
+            in_features=in_features,
+            out_features=self.out_features[-1],
         )
-        kernel = kernel_init(rngs.params(), (in_features, math.prod(self.out_features)), param_dtype)
+        kernel = kernel_init(
+            rngs.params(), (in_features, math.prod(self.out_features)), param_dtype
+        )
         self.kernel = nnx.Param(kernel.reshape(in_features, *self.out_features), **kernel_metadata)
-        bias = nnx.Param(bias_init(rngs.params(), self.out_features, param_dtype), **bias_metadata) if use_bias else None
+        bias = (
+            nnx.Param(bias_init(rngs.params(), self.out_features, param_dtype), **bias_metadata)
+            if use_bias
+            else None
+        )
         self.bias: nnx.Param | None = nnx.data(bias)
         self.rounding = nnx.data(RoundingStream.create(rounding, self.recipe, rngs))
 
     def __call__(self, x: jax.Array, *, rounding_key: jax.Array | None = None) -> jax.Array:
         """x: [..., in_features] -> [..., *out_features].
 
-        rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without it the
-        layer's stream gives one.
+        rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without
+        it the layer's stream gives one.
         """
         x = x if self.dtype is None else x.astype(self.dtype)
-        key, content_seeded = self.rounding.draw(rounding_key) if self.rounding else (rounding_key, rounding_key is None)
-        y = linear(x, self.kernel[...], recipe=self.recipe, key=key, content_seeded=content_seeded, precision=self.precision)
+        key, content_seeded = (
+            self.rounding.draw(rounding_key)
+            if self.rounding
+            else (rounding_key, rounding_key is None)
+        )
+        y = linear(
+            x,
+            self.kernel[...],
+            recipe=self.recipe,
+            key=key,
+            content_seeded=content_seeded,
+            precision=self.precision,
+        )
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def resolve_recipe(
     recipe: str | Recipe, name: str, on_unsupported: Literal["error", "bf16"], **dimensions: int
 ) -> Recipe:
-    """The recipe a layer runs: the one asked for when blocks of 16 divide the dimensions, else as configured.
+    """The recipe a layer runs: `recipe` if blocks of 16 divide the dimensions, else as configured.
 
     Raises ValueError that names the layer, or logs a line and returns "bf16".
     """
@@ -100,10 +128,14 @@ def resolve_recipe(
         raise ValueError(f'on_unsupported={on_unsupported!r}: use "error" or "bf16"')
     for dimension, value in dimensions.items():
         if recipe.uses_fp4 and value % BLOCK:
-            fault = f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe {recipe.name!r} needs"
+            fault = (
+                f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe "
+                f"{recipe.name!r} needs"
+            )
             if on_unsupported == "error":
                 raise ValueError(
-                    f'{fault}: use {value + -value % BLOCK}, leave the layer in recipe="bf16", or on_unsupported="bf16"'
+                    f'{fault}: use {value + -value % BLOCK}, leave the layer in recipe="bf16", or '
+                    'on_unsupported="bf16"'
                 )
             logger.warning("%s: this layer runs in bf16", fault)
             return get_recipe("bf16")

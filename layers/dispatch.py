@@ -1,14 +1,13 @@
 """Moving tokens to their experts and back: which token stands in which row of which tile.
 
-Rows of one expert are contiguous, in tiles of a multiple of 16 rows, so that quantisation blocks and the
-Hadamard transform never mix experts. Both directions are gathers, forward and backward: a scatter-add is
-serial on a CPU and unordered on a GPU.
+Rows of one expert are contiguous, in tiles of a multiple of 16 rows, so that quantisation blocks
+and the Hadamard transform never mix experts. Both directions are gathers, forward and backward: a
+scatter-add is serial on a CPU and unordered on a GPU.
 
 Legend: M tokens, K choices a token, E experts, R rows = tiles * rows a tile, D features.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -24,7 +23,7 @@ class Dispatch:
     """A permutation of tokens into rows. Row R (one past the end) and token M stand for "none"."""
 
     row_of_choice: jax.Array  # int32 [M, K]: where each token's choice went; R: dropped
-    choice_of_row: jax.Array  # int32 [R]: the flat choice m * K + k that stands in a row; M * K: none
+    choice_of_row: jax.Array  # int32 [R]: the choice m * K + k that stands in a row; M * K: none
     tile_expert: jax.Array  # int32 [tiles], ascending
     num_tiles: jax.Array  # int32 scalar: tiles from here on are empty
     rows_per_tile: int = dataclasses.field(metadata={"static": True})
@@ -35,7 +34,7 @@ class Dispatch:
 
 
 def dropless_rows_per_tile(num_choices: int, num_experts: int) -> int:
-    """Rows a tile: about a quarter of an expert's share, 16 to 256, so that padding costs about an eighth."""
+    """Rows a tile: about a quarter of an expert's share, 16 to 256: padding costs an eighth."""
     share = num_choices / num_experts / 4
     return int(min(256, max(BLOCK, 2 ** round(math.log2(max(share, 1))))))
 
@@ -47,10 +46,12 @@ def capacity_rows(num_choices: int, num_experts: int, capacity_factor: float) ->
 
 
 def plan_dispatch(experts: jax.Array, num_experts: int, capacity_factor: float | None) -> Dispatch:
-    """Where each choice goes. experts: int32 [M, K], the value E for a choice that is to be dropped.
+    """Where each choice goes.
 
+    experts: int32 [M, K], the value E for a choice that is to be dropped.
     capacity_factor None: dropless, every choice gets a row. Otherwise an expert takes its first
-    capacity_factor * M * K / E choices (rounded up to 16), in the order of the tokens, and drops the rest.
+    capacity_factor * M * K / E choices (rounded up to 16), in the order of the tokens, and drops
+    the rest.
     """
     num_choices = experts.size
     flat = experts.reshape(-1)
@@ -64,7 +65,9 @@ def plan_dispatch(experts: jax.Array, num_experts: int, capacity_factor: float |
         tiles = -(-counts // rows)  # [E]
         first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles)])
         num_tiles = first_tile[-1]
-        tile_expert = jnp.searchsorted(first_tile[1:], jnp.arange(max_tiles, dtype=jnp.int32), side="right")
+        tile_expert = jnp.searchsorted(
+            first_tile[1:], jnp.arange(max_tiles, dtype=jnp.int32), side="right"
+        )
         tile_expert = jnp.minimum(tile_expert, num_experts - 1).astype(jnp.int32)
         limit = jnp.iinfo(jnp.int32).max
     else:
@@ -78,8 +81,12 @@ def plan_dispatch(experts: jax.Array, num_experts: int, capacity_factor: float |
     row = first_tile[sorted_experts] * rows + rank_in_order
     row = jnp.where((sorted_experts < num_experts) & (rank_in_order < limit), row, num_rows)
     row_of_choice = jnp.zeros(num_choices, jnp.int32).at[order].set(row, unique_indices=True)
-    choice_of_row = jnp.full(num_rows, num_choices, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
-    return Dispatch(row_of_choice.reshape(experts.shape), choice_of_row, tile_expert, num_tiles, rows)
+    choice_of_row = (
+        jnp.full(num_rows, num_choices, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
+    )
+    return Dispatch(
+        row_of_choice.reshape(experts.shape), choice_of_row, tile_expert, num_tiles, rows
+    )
 
 
 def to_experts(x: jax.Array, dispatch: Dispatch) -> jax.Array:
@@ -89,7 +96,10 @@ def to_experts(x: jax.Array, dispatch: Dispatch) -> jax.Array:
 
 
 def from_experts(rows: jax.Array, weights: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """The weighted sum of each token's choices. rows [tiles, rows, D], weights [M, K] -> [M, D] in rows' dtype."""
+    """The weighted sum of each token's choices, in rows' dtype.
+
+    rows: [tiles, rows, D], weights: [M, K] -> [M, D].
+    """
     flat = rows.reshape(-1, rows.shape[-1])
     return _combine(flat, weights, dispatch.row_of_choice, dispatch.choice_of_row)
 
@@ -110,7 +120,9 @@ def _gather_rows_forward(x, row_of_choice, choice_of_row):
 
 def _gather_rows_backward(saved, g):
     row_of_choice, choice_of_row = saved
-    dx = sum(_take(g, row_of_choice[:, k]).astype(jnp.float32) for k in range(row_of_choice.shape[1]))
+    dx = sum(
+        _take(g, row_of_choice[:, k]).astype(jnp.float32) for k in range(row_of_choice.shape[1])
+    )
     return jnp.asarray(dx).astype(g.dtype), _no_gradient(row_of_choice), _no_gradient(choice_of_row)
 
 
@@ -118,13 +130,22 @@ _gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 
 @jax.custom_vjp
-def _combine(rows: jax.Array, weights: jax.Array, row_of_choice: jax.Array, choice_of_row: jax.Array) -> jax.Array:
-    parts = (weights[:, k, None] * _take(rows, row_of_choice[:, k]) for k in range(weights.shape[1]))
+def _combine(
+    rows: jax.Array, weights: jax.Array, row_of_choice: jax.Array, choice_of_row: jax.Array
+) -> jax.Array:
+    parts = (
+        weights[:, k, None] * _take(rows, row_of_choice[:, k]) for k in range(weights.shape[1])
+    )
     return jnp.asarray(sum(parts)).astype(rows.dtype)
 
 
 def _combine_forward(rows, weights, row_of_choice, choice_of_row):
-    return _combine(rows, weights, row_of_choice, choice_of_row), (rows, weights, row_of_choice, choice_of_row)
+    return _combine(rows, weights, row_of_choice, choice_of_row), (
+        rows,
+        weights,
+        row_of_choice,
+        choice_of_row,
+    )
 
 
 def _combine_backward(saved, g):
@@ -132,7 +153,8 @@ def _combine_backward(saved, g):
     row_weights = _take(weights.reshape(-1), choice_of_row)
     d_rows = (row_weights[:, None] * _take(g, choice_of_row // weights.shape[1])).astype(rows.dtype)
     products = [
-        jnp.sum(_take(rows, row_of_choice[:, k]).astype(jnp.float32) * g, axis=-1) for k in range(weights.shape[1])
+        jnp.sum(_take(rows, row_of_choice[:, k]).astype(jnp.float32) * g, axis=-1)
+        for k in range(weights.shape[1])
     ]
     d_weights = jnp.stack(products, axis=1).astype(weights.dtype)
     return d_rows, d_weights, _no_gradient(row_of_choice), _no_gradient(choice_of_row)

@@ -31,11 +31,13 @@ class MoEAuxiliary:
 
 
 class NVFP4MoE(nnx.Module):
-    """Top-k of E SwiGLU experts: softmax over all experts in float32, top-k, renormalise (Mixtral, arXiv 2401.04088).
+    """Top-k of E SwiGLU experts, routed as in Mixtral (arXiv 2401.04088).
 
-    Every expert is a GEMM of its own under the recipe: own amax, blocks that never mix experts. The router is
-    float32 always. Dropless by default: no choice is dropped whatever the routing. With `capacity_factor`
-    an expert takes at most capacity_factor * M * K / E choices (rounded up to 16), the first ones.
+    Softmax over all experts in float32, top-k, renormalise.
+    Every expert is a GEMM of its own under the recipe: own amax, blocks that never mix experts. The
+    router is float32 always. Dropless by default: no choice is dropped whatever the routing. With
+    `capacity_factor` an expert takes at most capacity_factor * M * K / E choices (rounded up to
+    16), the first ones.
 
     router: [D, E]; gate_up: [E, D, 2, F] (gate, then up); down: [E, F, D].
     """
@@ -60,18 +62,24 @@ class NVFP4MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """
-        capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding, on_unsupported: see NVFP4Dense.
+        capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding,
+        on_unsupported: see NVFP4Dense.
 
-        Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for experts_per_token
-        outside 1 .. num_experts and for a capacity_factor that is not positive.
+        Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for
+        experts_per_token outside 1 .. num_experts and for a capacity_factor that is not positive.
         """
         if not 1 <= experts_per_token <= num_experts:
             raise ValueError(
-                f"{name}: experts_per_token={experts_per_token} must lie between 1 and num_experts={num_experts}"
+                f"{name}: experts_per_token={experts_per_token} must lie between 1 and "
+                f"num_experts={num_experts}"
             )
         if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{name}: capacity_factor={capacity_factor} must be positive, or None for dropless")
-        self.recipe = resolve_recipe(recipe, name, on_unsupported, embed_dim=embed_dim, mlp_dim=mlp_dim)
+            raise ValueError(
+                f"{name}: capacity_factor={capacity_factor} must be positive, or None for dropless"
+            )
+        self.recipe = resolve_recipe(
+            recipe, name, on_unsupported, embed_dim=embed_dim, mlp_dim=mlp_dim
+        )
         self.embed_dim, self.mlp_dim = embed_dim, mlp_dim
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.capacity_factor = capacity_factor
@@ -80,31 +88,46 @@ class NVFP4MoE(nnx.Module):
         self.router = nnx.Param(router_init(rngs.params(), (embed_dim, num_experts), jnp.float32))
         gate_up = gate_up_init(rngs.params(), (num_experts, embed_dim, 2 * mlp_dim), param_dtype)
         self.gate_up = nnx.Param(gate_up.reshape(num_experts, embed_dim, 2, mlp_dim))
-        self.down = nnx.Param(down_init(rngs.params(), (num_experts, mlp_dim, embed_dim), param_dtype))
+        self.down = nnx.Param(
+            down_init(rngs.params(), (num_experts, mlp_dim, embed_dim), param_dtype)
+        )
         self.rounding = nnx.data(RoundingStream.create(rounding, self.recipe, rngs))
 
     def __call__(
-        self, x: jax.Array, *, token_mask: jax.Array | None = None, rounding_key: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        rounding_key: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEAuxiliary]:
         """x [..., D] -> (y [..., D] in x's dtype, MoEAuxiliary).
 
-        token_mask: bool [...], False for padding, which is routed nowhere, counted nowhere and gives 0.
-        rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without it the
-        layer's stream gives one.
+        token_mask: bool [...], False for padding, which is routed nowhere, counted nowhere and
+        gives 0.
+        rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without
+        it the layer's stream gives one.
         """
         x = x if self.dtype is None else x.astype(self.dtype)
         tokens = x.reshape(-1, x.shape[-1])  # [M, D]
         mask = jnp.ones(tokens.shape[0], bool) if token_mask is None else token_mask.reshape(-1)
-        logits = jnp.dot(tokens.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST)
+        logits = jnp.dot(
+            tokens.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+        )
         probabilities = jax.nn.softmax(logits)  # [M, E]
         top, experts = jax.lax.top_k(probabilities, self.experts_per_token)  # [M, K]
         weights = top / jnp.sum(top, axis=-1, keepdims=True)
         experts = jnp.where(mask[:, None], experts, self.num_experts)
 
         dispatch = plan_dispatch(experts, self.num_experts, self.capacity_factor)
-        key, content_seeded = self.rounding.draw(rounding_key) if self.rounding else (rounding_key, rounding_key is None)
+        key, content_seeded = (
+            self.rounding.draw(rounding_key)
+            if self.rounding
+            else (rounding_key, rounding_key is None)
+        )
         keys = (None, None) if key is None else jax.random.split(key)
-        gate_up = self._linear(to_experts(tokens, dispatch), self.gate_up, dispatch, keys[0], content_seeded)
+        gate_up = self._linear(
+            to_experts(tokens, dispatch), self.gate_up, dispatch, keys[0], content_seeded
+        )
         activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]  # [tiles, rows, F]
         rows = self._linear(activated, self.down, dispatch, keys[1], content_seeded)
         y = from_experts(rows, weights, dispatch)
@@ -123,7 +146,9 @@ class NVFP4MoE(nnx.Module):
 
     def _auxiliary(self, logits, probabilities, experts, mask, dispatch) -> MoEAuxiliary:
         num_tokens = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1)
-        tokens_per_expert = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(jnp.float32)
+        tokens_per_expert = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(
+            jnp.float32
+        )
         share = tokens_per_expert / (num_tokens * self.experts_per_token)
         probability = jnp.sum(jnp.where(mask[:, None], probabilities, 0), axis=0) / num_tokens
         log_z = jax.nn.logsumexp(logits, axis=-1)

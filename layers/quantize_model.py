@@ -24,14 +24,16 @@ def quantize_model(
 ) -> Model:
     """Replace, in place, every `nnx.Linear` whose name matches; return the model.
 
-    A layer's name is its path, e.g. "blocks.0.mlp.up". `include` and `exclude` are regular expressions that
-    must match the whole name. The parameters stay the very same variables, so an optimizer made before keeps
-    working. Leave embeddings, the output head and routers out: they need high precision (arXiv 2509.25149).
-    on_unsupported: for dimensions that blocks of 16 do not divide, raise or run that layer in bf16 (logged).
+    A layer's name is its path, e.g. "blocks.0.mlp.up". `include` and `exclude` are regular
+    expressions that must match the whole name. The parameters stay the very same variables, so an
+    optimizer made before keeps working. Leave embeddings, the output head and routers out: they
+    need high precision (arXiv 2509.25149).
+    on_unsupported: for dimensions that blocks of 16 do not divide, raise or run that layer in bf16
+    (logged).
     rngs: seeds the stochastic rounding; nnx.Rngs(0) when absent.
 
-    Raises ValueError when nothing matches, when a layer's dimensions do not fit the recipe's blocks, and
-    for an `nnx.Linear` with a `dot_general` of its own.
+    Raises ValueError when nothing matches, when a layer's dimensions do not fit the recipe's
+    blocks, and for an `nnx.Linear` with a `dot_general` of its own.
     """
     recipe = get_recipe(recipe)
     rngs = nnx.Rngs(0) if rngs is None else rngs
@@ -40,9 +42,13 @@ def quantize_model(
     if not chosen:
         names = ", ".join(_name(path) for path in linears) or "none"
         raise ValueError(
-            f"no nnx.Linear matches include={include!r}, exclude={exclude!r}: the model's linear layers are {names}"
+            f"no nnx.Linear matches include={include!r}, exclude={exclude!r}: the model's linear "
+            f"layers are {names}"
         )
-    layers = {id(linears[path]): _convert(linears[path], recipe, _name(path), on_unsupported, rngs) for path in chosen}
+    layers = {
+        id(linears[path]): _convert(linears[path], recipe, _name(path), on_unsupported, rngs)
+        for path in chosen
+    }
     return _swap(model, layers, visited=set())
 
 
@@ -51,15 +57,23 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _matches(name: str, include: str, exclude: str | None) -> bool:
-    return re.fullmatch(include, name) is not None and (exclude is None or re.fullmatch(exclude, name) is None)
+    return re.fullmatch(include, name) is not None and (
+        exclude is None or re.fullmatch(exclude, name) is None
+    )
 
 
 def _convert(
-    linear: nnx.Linear, recipe: Recipe, name: str, on_unsupported: Literal["error", "bf16"], rngs: nnx.Rngs
+    linear: nnx.Linear,
+    recipe: Recipe,
+    name: str,
+    on_unsupported: Literal["error", "bf16"],
+    rngs: nnx.Rngs,
 ) -> NVFP4Dense:
     """An NVFP4Dense that holds the very variables of `linear`, with stacked ones (nnx.vmap) too."""
     if linear.dot_general is not jax.lax.dot_general:
-        raise ValueError(f"{name}: an nnx.Linear with its own dot_general cannot be swapped: exclude it")
+        raise ValueError(
+            f"{name}: an nnx.Linear with its own dot_general cannot be swapped: exclude it"
+        )
 
     def create() -> NVFP4Dense:
         return NVFP4Dense(
@@ -83,7 +97,7 @@ def _convert(
 
 
 def _swap(node: Any, layers: dict[int, NVFP4Dense], visited: set[int]) -> Any:
-    """`node`, or what stands for it: walks modules and plain containers, at every reference to a layer."""
+    """`node`, or what stands for it. Walks modules and plain containers, every reference."""
     if id(node) in layers:
         return layers[id(node)]
     if isinstance(node, dict | list):

@@ -1,9 +1,10 @@
-"""Number formats: E2M1 and E4M3 rounding by arithmetic, and the dtypes of the high-precision formats.
+"""Number formats: E2M1 and E4M3 rounding by arithmetic, the dtypes of high precision.
 
-Rounding by arithmetic, not by a cast to float4/float8 and back: XLA may fold such a round trip to nothing
-under jit (`xla_allow_excess_precision`), and on a CPU the casts are several times slower. For |v| in
-[e, 2e), e a power of two, adding and subtracting m = 1.5 * 2^k * e leaves v rounded (nearest, ties to even)
-to a multiple of the last bit of m: k = 22 keeps one mantissa bit (E2M1), k = 20 keeps three (E4M3).
+Rounding by arithmetic, not by a cast to float4/float8 and back: XLA may fold such a round trip to
+nothing under jit (`xla_allow_excess_precision`), and on a CPU the casts are several times slower.
+For |v| in [e, 2e), e a power of two, adding and subtracting m = 1.5 * 2^k * e leaves v rounded
+(nearest, ties to even) to a multiple of the last bit of m: k = 22 keeps one mantissa bit (E2M1),
+k = 20 keeps three (E4M3).
 Below the smallest normal number e stays constant, which gives the subnormals.
 """
 
@@ -50,8 +51,8 @@ _DTYPES = {
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """|x| as int32 bits, in the order of the values: NaN > Inf > every finite number. x: float32.
 
-    An integer maximum over these is a maximum that keeps NaN, associative in any order, and several times
-    faster than a float one where XLA:CPU cannot vectorise NaN semantics.
+    An integer maximum over these is a maximum that keeps NaN, associative in any order, and several
+    times faster than a float one where XLA:CPU cannot vectorise NaN semantics.
     """
     return jax.lax.bitcast_convert_type(x, jnp.int32) & _ABS_MASK
 
@@ -68,20 +69,21 @@ def _binade(x: jax.Array, min_normal: float) -> jax.Array:
 
 
 def round_e2m1(y: jax.Array) -> jax.Array:
-    """Nearest E2M1 value, ties to even, of float32 `y` with |y| <= 6. NaN stays NaN; -0 becomes +0."""
+    """Nearest E2M1 value, ties to even, of float32 `y`, |y| <= 6. NaN stays NaN; -0 becomes +0."""
     m = _binade(y, E2M1_MIN_NORMAL) * jnp.float32(1.5 * 2**22)
     return (y + m) - m
 
 
 def round_e2m1_stochastic(y: jax.Array, bits: jax.Array) -> jax.Array:
-    """One of the two E2M1 neighbours of float32 `y`, |y| <= 6, the nearer one the likelier: E[result] = y.
+    """One of the two E2M1 neighbours of float32 `y`, |y| <= 6; the expectation is y.
 
-    bits: uint32, y's shape; the upper 16 decide, so the probability is right to 2^-17. A `y` that is an
-    E2M1 value is returned as it is whatever the bits.
+    bits: uint32, y's shape; the upper 16 decide, so the probability is right to 2^-17. A `y` that
+    is an E2M1 value is returned as it is whatever the bits.
     """
     binade = _binade(y, E2M1_MIN_NORMAL)
     uniform = (bits >> 16).astype(jnp.int32).astype(jnp.float32)
-    # (k + 1/2) / 2^16 - 1/2: symmetric, never +-1/2, and every sum below is exact or far from a tie.
+    # (k + 1/2) / 2^16 - 1/2: symmetric, never +-1/2, and every sum below is exact or far from a
+    # tie.
     dither = uniform * jnp.float32(2.0**-16) - jnp.float32(0.5 - 2.0**-17)
     m = binade * jnp.float32(1.5 * 2**22)
     return ((y + binade * (dither * jnp.float32(0.5))) + m) - m

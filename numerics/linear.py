@@ -4,8 +4,8 @@
     dgrad  dx = g  w^T    g: 1D along N, stochastic          the same quantised w
     wgrad  dw = x^T g     both: RHT, then 1D along tokens; g stochastic
 
-(arXiv 2509.25149; other recipes fill in the six operands differently.) The quantised operands of the
-backward GEMMs are residuals: saved, not computed again.
+(arXiv 2509.25149; other recipes fill in the six operands differently.) The quantised operands of
+the backward GEMMs are residuals: saved, not computed again.
 """
 
 import functools
@@ -32,31 +32,39 @@ def linear(
 
     x: [..., K]; kernel: [K, *N], float32 for float32 gradients. Returns [..., *N] in x's dtype.
     key: a JAX PRNG key that decides the stochastic rounding of this call's gradients. With
-    content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a key (a
-    layer whose key is not advanced, or no key at all) still draw different bits for different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
+    content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a
+    key (a layer whose key is not advanced, or no key at all) still draw different bits for
+    different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
 
     Raises ValueError when the recipe rounds stochastically and neither is given.
     """
     if kernel.ndim < 2 or x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
-            f"linear needs x [..., K] and kernel [K, N], got {x.shape} and {kernel.shape}: the last axis of x must "
-            "equal the first of the kernel"
+            f"linear needs x [..., K] and kernel [K, N], got {x.shape} and {kernel.shape}: the "
+            "last axis of x must equal the first of the kernel"
         )
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
-        return jax.lax.dot_general(x, kernel, axes, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+        return jax.lax.dot_general(
+            x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
+        ).astype(x.dtype)
     return _linear(recipe, content_seeded, x, kernel, rounding_words(recipe, key, content_seeded))
 
 
 def rounding_words(recipe: Recipe, key: jax.Array | None, content_seeded: bool) -> jax.Array:
-    """uint32 [2] from the key of a call. Raises ValueError when the recipe needs one and there is none."""
+    """uint32 [2] from the key of a call. Raises ValueError when one is needed and there is none."""
     if recipe.uses_stochastic_rounding and key is None and not content_seeded:
-        raise ValueError(f"recipe {recipe.name!r} rounds gradients stochastically: pass key= or content_seeded=True")
+        raise ValueError(
+            f"recipe {recipe.name!r} rounds gradients stochastically: pass key= or "
+            "content_seeded=True"
+        )
     return jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(recipe: Recipe, content_seeded: bool, x: jax.Array, kernel: jax.Array, words: jax.Array) -> jax.Array:
+def _linear(
+    recipe: Recipe, content_seeded: bool, x: jax.Array, kernel: jax.Array, words: jax.Array
+) -> jax.Array:
     return backend.fprop(recipe, x, kernel)[0]
 
 

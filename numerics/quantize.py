@@ -1,8 +1,9 @@
-"""NVFP4 block quantisation: x ~ q * s * (amax / 2688), q E2M1, s one E4M3 a block, amax one FP32 a tensor.
+"""NVFP4 block quantisation: x ~ q * s * (amax / 2688).
 
-The arithmetic is Transformer Engine's (NVFP4BlockScaling, reference_nvfp4.py), in FP32, in its order of
-multiplications: the order decides ties. A block is 16 consecutive elements along the contracted axis (1D)
-or 16 x 16 elements (2D, weights).
+q is E2M1, s one E4M3 a block, amax one FP32 a tensor. The arithmetic is Transformer Engine's
+(NVFP4BlockScaling, reference_nvfp4.py), in FP32, in its order of multiplications: the order decides
+ties. A block is 16 consecutive elements along the contracted axis (1D) or 16 x 16 elements (2D,
+weights).
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ class QuantizedTensor:
 
 def global_scale(amax: jax.Array) -> jax.Array:
     """amax / 2688, the factor that codes * scales lack. float32."""
-    # The barrier keeps XLA from turning the division into a product with 1/2688, which is one ulp off.
+    # The barrier keeps XLA from turning the division into a product with 1/2688, which is one ulp
+    # off.
     return amax / jax.lax.optimization_barrier(jnp.full_like(amax, NVFP4_MAX))
 
 
@@ -66,9 +68,10 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantise a tensor to NVFP4.
 
-    x: float16/bfloat16/float32 [..., K], blocks along the last axis (`block=(1, 16)`) or over the last two
-    (`block=(16, 16)`), whose lengths are multiples of 16. `rounding="stochastic"` needs `key`, a JAX PRNG
-    key. The scales are rounded to nearest always. Not differentiable: it returns codes.
+    x: float16/bfloat16/float32 [..., K], blocks along the last axis (`block=(1, 16)`) or over the
+    last two (`block=(16, 16)`), whose lengths are multiples of 16. `rounding="stochastic"` needs
+    `key`, a JAX PRNG key. The scales are rounded to nearest always. Not differentiable: it returns
+    codes.
 
     Raises ValueError for a wrong shape, dtype, block, rounding or a missing key.
     """
@@ -77,8 +80,8 @@ def quantize(
         raise ValueError(f"quantize needs a float array, got {x.dtype}: cast it first")
     if x.ndim < len(axes) or any(x.shape[axis] % BLOCK for axis in axes):
         raise ValueError(
-            f"quantize with block={block} needs multiples of {BLOCK} along the blocked axes, got shape {x.shape}: "
-            "pad with zeros"
+            f"quantize with block={block} needs multiples of {BLOCK} along the blocked axes, got "
+            f"shape {x.shape}: pad with zeros"
         )
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f'rounding={rounding!r}: use "nearest" or "stochastic"')
@@ -90,7 +93,9 @@ def quantize(
     x = x.astype(jnp.float32)
     if x.size == 0:
         amax_bits = jnp.zeros((), jnp.int32)
-        block_bits = jnp.zeros([n // BLOCK if a - x.ndim in axes else n for a, n in enumerate(x.shape)], jnp.int32)
+        block_bits = jnp.zeros(
+            [n // BLOCK if a - x.ndim in axes else n for a, n in enumerate(x.shape)], jnp.int32
+        )
     else:
         block_bits = block_amax_bits(x, axes)
         amax_bits = jnp.max(block_bits)
@@ -98,7 +103,8 @@ def quantize(
     scales, multiplier = block_scales(from_bits(block_bits), amax)
     scaled = scale_blocks(x, multiplier, axes)
     values = round_e2m1(scaled) if bits is None else round_e2m1_stochastic(scaled, bits)
-    # Rounding by arithmetic loses the sign of a zero: a negative number's code keeps it (-0 is no such number).
+    # Rounding by arithmetic loses the sign of a zero: a negative number's code keeps it (-0 is no
+    # such number).
     values = jnp.where(scaled < 0, -jnp.abs(values), values)
     return QuantizedTensor(values.astype(jnp.float4_e2m1fn), scales.astype(jnp.float8_e4m3fn), amax)
 
@@ -112,19 +118,24 @@ def _block_axes(block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def block_amax_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """max |x| of every block as int32 bits. x: float32; each of `axes` (negative, ascending) shrinks by 16."""
+    """max |x| of every block as int32 bits.
+
+    x: float32; each of `axes` (negative, ascending) shrinks by 16.
+    """
     bits = magnitude_bits(x)
     for axis in axes:
         position = axis % bits.ndim
         shape = bits.shape
         if axis == -1:
-            # In two steps, eight lanes first: XLA:CPU vectorises that; one reduction of 16 neighbours, not.
+            # In two steps, eight lanes first: XLA:CPU vectorises that; one reduction of 16
+            # neighbours, not.
             bits = jnp.max(bits.reshape(*shape[:-1], shape[-1] // BLOCK, 2, BLOCK // 2), axis=-2)
             bits = jnp.max(jax.lax.optimization_barrier(bits), axis=-1)
         else:
             split = (*shape[:position], shape[position] // BLOCK, BLOCK, *shape[position + 1 :])
             bits = jnp.max(bits.reshape(split), axis=position + 1)
-        # Blocks' maxima are used twice (tensor amax, scales): computed once, not fused into both users.
+        # Blocks' maxima are used twice (tensor amax, scales): computed once, not fused into both
+        # users.
         bits = jax.lax.optimization_barrier(bits)
     return bits
 
@@ -132,8 +143,8 @@ def block_amax_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 def block_scales(block_amax: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The E4M3 scale s of every block and the factor r that takes x to the E2M1 range.
 
-    block_amax: float32, one a block; amax: float32, broadcast against it. Returns two float32 arrays.
-    A non-finite amax gives an Inf or NaN in amax / 2688, so it cannot hide in the product.
+    block_amax: float32, one a block; amax: float32, broadcast against it. Returns two float32
+    arrays. A non-finite amax gives an Inf or NaN in amax / 2688, so it cannot hide in the product.
     """
     encode = jnp.minimum(jnp.float32(NVFP4_MAX) / amax, jnp.float32(FLOAT32_MAX))
     encode = jnp.where((amax == 0) | (encode == 0), jnp.float32(1), encode)
@@ -157,5 +168,7 @@ def expand_blocks(per_block: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> 
         shape = per_block.shape
         repeated = (*shape[: position + 1], BLOCK, *shape[position + 1 :])
         per_block = jnp.broadcast_to(jnp.expand_dims(per_block, position + 1), repeated)
-        per_block = per_block.reshape(*shape[:position], shape[position] * BLOCK, *shape[position + 1 :])
+        per_block = per_block.reshape(
+            *shape[:position], shape[position] * BLOCK, *shape[position + 1 :]
+        )
     return per_block

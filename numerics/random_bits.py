@@ -1,10 +1,10 @@
 """Random bits for stochastic rounding: a counter-based hash, one 32-bit word an element.
 
-Threefry bits cost more than all the quantising on a CPU (measured: 60 % of a small model's step against
-5 % for this hash). The word of an element is a function of the key and of the element's index in the
-whole array, so it does not depend on how the array is sharded. The mixer is `lowbias32`
-(C. Wellons, hash-prospector, public domain): two multiplications, every input bit flips every output bit
-with probability 1/2 +- 0.2 %. Not for cryptography.
+Threefry bits cost more than all the quantising on a CPU (measured: 60 % of a small model's step
+against 5 % for this hash). The word of an element is a function of the key and of the element's
+index in the whole array, so it does not depend on how the array is sharded. The mixer is
+`lowbias32` (C. Wellons, hash-prospector, public domain): two multiplications, every input bit flips
+every output bit with probability 1/2 +- 0.2 %. Not for cryptography.
 """
 
 import jax
@@ -27,8 +27,8 @@ def key_words(key: jax.Array) -> jax.Array:
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if data.ndim != 1 or data.dtype != jnp.uint32:
         raise ValueError(
-            f"key must be one JAX PRNG key, got {key.dtype}{list(key.shape)}: use jax.random.key(seed), "
-            "and jax.random.split with vmap for several"
+            f"key must be one JAX PRNG key, got {key.dtype}{list(key.shape)}: use "
+            "jax.random.key(seed), and jax.random.split with vmap for several"
         )
     if data.shape[0] == 4:  # rbg keys
         data = data[:2] ^ fold(data[2:], 0)
@@ -43,7 +43,7 @@ def fold(words: jax.Array, salt: int | jax.Array) -> jax.Array:
 
 
 def content_hash(x: jax.Array) -> jax.Array:
-    """uint32 that depends on every bit of float `x`, the same for any order of summation or sharding."""
+    """uint32 that depends on every bit of float `x`, the same for any order of summation."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return jnp.sum(bits, dtype=jnp.uint32)
 

@@ -1,6 +1,7 @@
-"""A recipe is data: for each of the six GEMM operands of a linear layer a format, a block, a rounding, a transform.
+"""A recipe is data: a format, block, rounding and transform for each of a layer's six operands.
 
-y = x w (fprop), dx = g w^T (dgrad), dw = x^T g (wgrad). The NVFP4 recipe is that of arXiv 2509.25149.
+y = x w (fprop), dx = g w^T (dgrad), dw = x^T g (wgrad). The NVFP4 recipe is that of arXiv
+2509.25149.
 """
 
 import dataclasses
@@ -14,14 +15,16 @@ class Operand:
     """How one operand of one GEMM is represented."""
 
     format: Format = Format.NVFP4
-    two_dimensional: bool = False  # 16 x 16 blocks, the same for a matrix and its transpose; else 1 x 16 along the contraction
+    # 16 x 16 blocks, the same for a matrix and its transpose; else 1 x 16 along the contraction.
+    two_dimensional: bool = False
     stochastic: bool = False  # rounding of the codes; else nearest, ties to even
     hadamard: bool = False  # random Hadamard transform along the contraction before quantising
 
     def __post_init__(self) -> None:
         if self.format is not Format.NVFP4 and (self.two_dimensional or self.stochastic):
             raise ValueError(
-                f"a {self.format.value} operand has no blocks and no stochastic rounding: use Format.NVFP4 or drop them"
+                f"a {self.format.value} operand has no blocks and no stochastic rounding: use "
+                "Format.NVFP4 or drop them"
             )
 
     @property
@@ -45,14 +48,14 @@ class Recipe:
         for left, right in (("fprop_x", "fprop_w"), ("dgrad_g", "dgrad_w"), ("wgrad_x", "wgrad_g")):
             if getattr(self, left).hadamard != getattr(self, right).hadamard:
                 raise ValueError(
-                    f"recipe {self.name!r}: the Hadamard transform must be on both {left} and {right} or on "
-                    "neither: it cancels only in the product of the two"
+                    f"recipe {self.name!r}: the Hadamard transform must be on both {left} and "
+                    f"{right} or on neither: it cancels only in the product of the two"
                 )
         for operand in ("fprop_x", "fprop_w"):
             if getattr(self, operand).stochastic:
                 raise ValueError(
-                    f"recipe {self.name!r}: {operand} is rounded stochastically, but the forward pass has no rounding "
-                    "key: use nearest there"
+                    f"recipe {self.name!r}: {operand} is rounded stochastically, but the forward "
+                    "pass has no rounding key: use nearest there"
                 )
 
     @property
@@ -77,16 +80,18 @@ class Recipe:
 
     @property
     def quantizes_weight_once(self) -> bool:
-        """Whether dgrad uses the very weight that fprop quantised (2D blocks are their own transpose)."""
+        """Whether dgrad uses the weight that fprop quantised (2D blocks survive the transpose)."""
         return self.dgrad_w == self.fprop_w and self.fprop_w.two_dimensional
 
     def with_high_precision_forward(self, format: Format = Format.BF16) -> "Recipe":
-        """The recipe of the last part of a run: the forward GEMM in `format`, the backward ones as they are.
+        """The recipe of the last part of a run: the forward GEMM in `format`, the others as before.
 
         It takes the paper's loss gap from 1.5 % to 0.5 % (arXiv 2509.25149, appendix D).
         """
         high = Operand(format)
-        return dataclasses.replace(self, name=f"{self.name}-{format.value}-forward", fprop_x=high, fprop_w=high)
+        return dataclasses.replace(
+            self, name=f"{self.name}-{format.value}-forward", fprop_x=high, fprop_w=high
+        )
 
 
 def nvfp4_recipe(
@@ -94,7 +99,11 @@ def nvfp4_recipe(
 ) -> Recipe:
     """NVIDIA's NVFP4 training recipe, or one without some of its parts."""
     weight = Operand(two_dimensional=two_dimensional_weights)
-    parts = (("-no-rht", hadamard), ("-no-sr", stochastic_rounding), ("-1d-weights", two_dimensional_weights))
+    parts = (
+        ("-no-rht", hadamard),
+        ("-no-sr", stochastic_rounding),
+        ("-1d-weights", two_dimensional_weights),
+    )
     return Recipe(
         name="nvfp4" + "".join(suffix for suffix, kept in parts if not kept),
         fprop_x=Operand(),

@@ -1,4 +1,4 @@
-"""Where the GEMMs run. A backend is a module with `forward` and `backward`; see emulated.py for their contract."""
+"""Where the GEMMs run. A backend is a module with `forward` and `backward`: see emulated.py."""
 
 from . import emulated, emulated_grouped
 

@@ -1,8 +1,9 @@
 """The three GEMMs of a linear layer, emulated: quantise, then an ordinary matmul on q * s.
 
-q * s has at most 6 significant bits and lies in [2^-10, 2688], so it is exact in bfloat16: on an accelerator
-the matmul runs on exact bfloat16 operands with float32 accumulation, on a CPU in float32, which is faster
-there. The product is multiplied by (amax_l / 2688)(amax_r / 2688) at the end.
+q * s has at most 6 significant bits and lies in [2^-10, 2688], so it is exact in bfloat16: on an
+accelerator the matmul runs on exact bfloat16 operands with float32 accumulation, on a CPU in
+float32, which is faster there. The product is multiplied by (amax_l / 2688)(amax_r / 2688) at the
+end.
 
 Shapes: x [..., T, K], kernel [K, *N], g [..., T, *N]; T tokens, K in features, N out features.
 No operand is ever transposed: blocks run along the contracted axis wherever that axis lies.
@@ -26,7 +27,8 @@ from ..recipe import Operand, Recipe
 # recomputation would have to quantise again.
 QUANTIZED_NAME = "quantized"
 GEMM_NAME = "gemm"
-DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)  # one key a call, one stream an operand
+# One key a call, one stream an operand.
+DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)
 
 
 class GemmOperand(NamedTuple):
@@ -61,15 +63,19 @@ def prepare(
 ) -> GemmOperand:
     """Round `x` as `spec` says.
 
-    axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for stochastic rounding.
-    amax: from the blocks' amax bits to the amax bits of the tensor, or of each group, broadcast against them.
+    axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for
+    stochastic rounding.
+    amax: from the blocks' amax bits to the amax bits of the tensor, or of each group, broadcast
+    against them.
     """
     contracted = axes[0]
     # x is read several times: without the barrier XLA:CPU computes its producer again each time.
     x = jax.lax.optimization_barrier(x)
     if spec.hadamard:
         x = random_hadamard(x.astype(jnp.float32), contracted)
-        x = jax.lax.optimization_barrier(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = jax.lax.optimization_barrier(
+            jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        )
     if spec.format is not Format.NVFP4:
         return GemmOperand(_round_high_precision(x, spec.format), None)
     x = x.astype(jnp.float32)
@@ -84,7 +90,9 @@ def prepare(
     else:
         values = round_e2m1(scaled)
     values = values * expand_blocks(scale, x, blocked)
-    return GemmOperand(values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value))
+    return GemmOperand(
+        values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value)
+    )
 
 
 def _round_high_precision(x: jax.Array, format: Format) -> jax.Array:
@@ -92,24 +100,33 @@ def _round_high_precision(x: jax.Array, format: Format) -> jax.Array:
         return x.astype(format.dtype)
     if x.dtype == format.dtype:
         return x.astype(jnp.float32)
-    # On a CPU a float32 matmul of rounded values is the same product, faster; the barrier keeps the rounding.
+    # On a CPU a float32 matmul of rounded values is the same product, faster; the barrier keeps the
+    # rounding.
     return jax.lax.optimization_barrier(x.astype(format.dtype)).astype(jnp.float32)
 
 
-def contract(left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+def contract(
+    left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> jax.Array:
     """The product over `axes` of left and right with their scales, float32."""
     return rescale(rescale(product(left, right, axes), left.scale), right.scale)
 
 
-def product(left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+def product(
+    left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> jax.Array:
     """The product over `axes` of the values alone, accumulated in float32."""
     a, b = left.values, right.values
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    left_axes, right_axes = (tuple(axis % side.ndim for axis in part) for part, side in zip(axes, (a, b), strict=True))
+    left_axes, right_axes = (
+        tuple(axis % side.ndim for axis in part) for part, side in zip(axes, (a, b), strict=True)
+    )
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = ((left_axes, right_axes), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def rescale(product: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -119,8 +136,8 @@ def rescale(product: jax.Array, scale: jax.Array | None) -> jax.Array:
 def token_axes(x: jax.Array) -> jax.Array:
     """x [..., K] with its tokens where blocks of 16 can run along the last token axis.
 
-    [..., T, K] stays as it is when T is a multiple of 16 (so that a sharded batch stays sharded); otherwise
-    the token axes become one.
+    [..., T, K] stays as it is when T is a multiple of 16 (so that a sharded batch stays sharded);
+    otherwise the token axes become one.
     """
     if x.ndim >= 2 and x.shape[-2] % BLOCK == 0:
         return x
@@ -145,20 +162,27 @@ def save(operand: GemmOperand, spec: Operand) -> GemmOperand:
 
 
 def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
-    """y = x w in x's dtype, and the weight as it was rounded. x: [..., K], kernel: [K, *N] -> [..., *N]."""
+    """y = x w in x's dtype, and the weight as it was rounded.
+
+    x: [..., K], kernel: [K, *N] -> [..., *N].
+    """
     fprop_w = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1))
     fprop_x = prepare(recipe.fprop_x, token_axes(x), (-1, -2))
     y = contract(fprop_x, fprop_w, ((-1,), (0,)))
     return y.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype), fprop_w
 
 
-def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -> tuple[jax.Array, Residuals]:
+def forward(
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array
+) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
     y, fprop_w = fprop(recipe, x, kernel)
     if recipe.quantizes_weight_once:
         dgrad_w = fprop_w
     else:
-        dgrad_w = prepare(recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, DGRAD_WEIGHT_SALT))
+        dgrad_w = prepare(
+            recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, DGRAD_WEIGHT_SALT)
+        )
     tokens = pad_tokens(token_axes(x), -2)
     wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, WGRAD_INPUT_SALT))
     residuals = Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
@@ -166,7 +190,11 @@ def forward(recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array) -
 
 
 def backward(
-    recipe: Recipe, residuals: Residuals, g: jax.Array, words: jax.Array, dtypes: tuple[jnp.dtype, jnp.dtype]
+    recipe: Recipe,
+    residuals: Residuals,
+    g: jax.Array,
+    words: jax.Array,
+    dtypes: tuple[jnp.dtype, jnp.dtype],
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) in `dtypes`. g: [..., *N]; dw accumulates in float32."""
     wgrad_x, dgrad_w = residuals

@@ -1,8 +1,8 @@
 """The three GEMMs of a layer of experts, emulated: rows in tiles, each tile of one expert.
 
-Every expert is a GEMM of its own: its rows, its weight and its gradient have their own amax, and blocks and
-the Hadamard transform stay inside a tile, so no expert's numbers depend on another's. Rows without a token
-are zero, which is exact.
+Every expert is a GEMM of its own: its rows, its weight and its gradient have their own amax, and
+blocks and the Hadamard transform stay inside a tile, so no expert's numbers depend on another's.
+Rows without a token are zero, which is exact.
 
 Shapes: x [tiles, rows, K], kernel [experts, K, *N], tile_expert int32 [tiles], ascending.
 """
@@ -40,7 +40,9 @@ def tile_amax(tile_expert: jax.Array, num_experts: int) -> Callable[[jax.Array],
 
     def amax(block_bits: jax.Array) -> jax.Array:
         per_tile = expert_amax(block_bits)
-        per_expert = jax.ops.segment_max(per_tile, tile_expert, num_experts, indices_are_sorted=True)
+        per_expert = jax.ops.segment_max(
+            per_tile, tile_expert, num_experts, indices_are_sorted=True
+        )
         return per_expert[tile_expert]
 
     return amax
@@ -49,7 +51,7 @@ def tile_amax(tile_expert: jax.Array, num_experts: int) -> Callable[[jax.Array],
 def fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, tile_expert: jax.Array, num_tiles: jax.Array
 ) -> tuple[jax.Array, GemmOperand]:
-    """y [tiles, rows, *N] in x's dtype, and the weights as they were rounded. Tiles from `num_tiles` on are 0."""
+    """y [tiles, rows, *N] in x's dtype, 0 from `num_tiles` on, and the weights as rounded."""
     fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=expert_amax)
     fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=tile_amax(tile_expert, kernel.shape[0]))
     y = _tile_products(fprop_x, fprop_w, ((-1,), (0,)), tile_expert, num_tiles, x.dtype)
@@ -86,7 +88,10 @@ def backward(
     words: jax.Array,
     dtypes: tuple[jnp.dtype, jnp.dtype],
 ) -> tuple[jax.Array, jax.Array]:
-    """(dx [tiles, rows, K], dw [experts, K, *N]) in `dtypes`; dw accumulates in float32. An unused expert's dw is 0."""
+    """(dx [tiles, rows, K], dw [experts, K, *N]) in `dtypes`.
+
+    dw accumulates in float32; that of an unused expert is 0.
+    """
     wgrad_x, dgrad_w = residuals
     num_experts = dgrad_w.values.shape[0]
     amax = tile_amax(tile_expert, num_experts)
@@ -108,7 +113,9 @@ def backward(
 
 
 def _at(operand: GemmOperand, index: jax.Array) -> GemmOperand:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), operand)
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), operand
+    )
 
 
 def _scaled(value: jax.Array, left: GemmOperand, right: GemmOperand) -> jax.Array:
@@ -126,7 +133,7 @@ def _tile_products(
     num_tiles: jax.Array,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Each tile times its expert's weight, one after the other: a GEMM of every tile that holds a token."""
+    """Each tile that holds a token times its expert's weight, one after the other."""
     spared = {axis % (weights.values.ndim - 1) for axis in axes[1]}
     out_shape = [n for axis, n in enumerate(weights.values.shape[1:]) if axis not in spared]
 

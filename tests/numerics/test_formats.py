@@ -11,7 +11,13 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 def with_neighbours(values: np.ndarray) -> np.ndarray:
     values = values.astype(np.float32)
-    return np.concatenate([values, np.nextafter(values, np.float32(-np.inf)), np.nextafter(values, np.float32(np.inf))])
+    return np.concatenate(
+        [
+            values,
+            np.nextafter(values, np.float32(-np.inf)),
+            np.nextafter(values, np.float32(np.inf)),
+        ]
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -26,7 +32,7 @@ def test_e2m1_is_the_cast_on_every_bf16_and_every_tie(compiled):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_e4m3_is_the_cast_on_every_value_and_every_tie(compiled):
-    finite = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # 0 .. 448
+    finite = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = with_neighbours(np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]))
     values = values[(values >= 0) & (values <= 448)]
     expected = values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -55,9 +61,13 @@ def test_stochastic_rounding_keeps_e2m1_values(value):
     np.testing.assert_array_equal(np.asarray(rounded), np.float32(value))
 
 
-@pytest.mark.parametrize("value", [0.01, 0.25, 0.3, 0.75, 0.999, 1.2, 1.75, 1.99, 2.5, 3.3, 4.01, 5.0, 5.9, -0.1, -3.7])
+@pytest.mark.parametrize(
+    "value", [0.01, 0.25, 0.3, 0.75, 0.999, 1.2, 1.75, 1.99, 2.5, 3.3, 4.01, 5.0, 5.9, -0.1, -3.7]
+)
 def test_stochastic_rounding_is_unbiased_over_all_bits(value):
-    rounded = np.asarray(jax.jit(round_e2m1_stochastic)(jnp.full(2**16, value, jnp.float32), ALL_BITS), np.float64)
+    rounded = np.asarray(
+        jax.jit(round_e2m1_stochastic)(jnp.full(2**16, value, jnp.float32), ALL_BITS), np.float64
+    )
     below = np.sign(value) * E2M1_VALUES[E2M1_VALUES <= abs(value)].max()
     above = np.sign(value) * E2M1_VALUES[E2M1_VALUES >= abs(value)].min()
     assert set(np.unique(rounded)) == {below, above}

@@ -10,7 +10,9 @@ from fp4zoo.numerics.hadamard import MATRIX
 def test_matrix_is_orthogonal_with_entries_of_a_quarter():
     np.testing.assert_array_equal(MATRIX @ MATRIX.T, np.eye(16, dtype=np.float32))
     np.testing.assert_array_equal(np.abs(MATRIX), np.full((16, 16), 0.25, np.float32))
-    np.testing.assert_array_equal(MATRIX[:, 0] * 4, [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    np.testing.assert_array_equal(
+        MATRIX[:, 0] * 4, [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -39,7 +39,10 @@ class TestAgainstTransformerEngine:
     def test_two_dimensional(self, function, dtype, layout):
         w = as_array(TRAINING[f"{dtype}_w"])
         quantized = function(w if layout == "row" else w.T, block=(16, 16))
-        assert quantized.scales.shape == (quantized.codes.shape[0] // 16, quantized.codes.shape[1] // 16)
+        assert quantized.scales.shape == (
+            quantized.codes.shape[0] // 16,
+            quantized.codes.shape[1] // 16,
+        )
         scales = jnp.repeat(quantized.scales, 16, axis=0)
         name = f"{dtype}_w2d_{layout}"
         np.testing.assert_array_equal(code_bits(quantized.codes), unpack(TRAINING[f"{name}_codes"]))
@@ -110,7 +113,8 @@ def test_quantizing_twice_is_quantizing_once_and_the_error_is_bounded(seed, spre
     x = jnp.exp(spread * jax.random.normal(jax.random.key(seed), (8, 64)))
     once = quantize_compiled(x).dequantize()
     block_amax = jnp.repeat(jnp.max(jnp.abs(x).reshape(8, 4, 16), -1), 16, axis=1)
-    # Half of the widest E2M1 gap (2 of 6) plus E4M3's rounding of the scale; the absolute term is its subnormals.
+    # Half of the widest E2M1 gap (2 of 6) plus E4M3's rounding of the scale; the absolute term is
+    # its subnormals.
     assert jnp.all(jnp.abs(once - x) <= block_amax * (1 / 6 + 1 / 16) + jnp.max(x) * 2.0**-18)
 
 
@@ -119,17 +123,21 @@ class TestStochastic:
         x = jax.random.normal(jax.random.key(0), (64, 64))
         keys = jax.random.split(jax.random.key(1), 2000)
         quantized = jax.jit(lambda key: quantize(x, rounding="stochastic", key=key).dequantize())
-        total = jax.lax.fori_loop(0, len(keys), lambda i, t: t + quantized(keys[i]), jnp.zeros_like(x))
+        total = jax.lax.fori_loop(
+            0, len(keys), lambda i, t: t + quantized(keys[i]), jnp.zeros_like(x)
+        )
         unit = jnp.repeat(quantize(x).scales.astype(jnp.float32), 16, -1) * quantize(x).amax / 2688
         inside = jnp.abs(x) < 6 * unit  # a block's maximum can be clipped: its scale was rounded
-        z = (total / len(keys) - x) / (unit * 2 / 2 / np.sqrt(len(keys)))  # in units of the widest gap's deviation
+        deviation = unit / np.sqrt(len(keys))  # of the mean, in the widest gap
+        z = (total / len(keys) - x) / deviation
         assert jnp.max(jnp.abs(jnp.where(inside, z, 0))) < 5
         assert abs(jnp.mean(jnp.where(inside, z, 0))) < 0.05
 
     def test_same_key_same_codes_other_key_other_codes(self):
         x = jax.random.normal(jax.random.key(0), (64, 64))
         one, same, other = (
-            code_bits(quantize(x, rounding="stochastic", key=jax.random.key(seed)).codes) for seed in (1, 1, 2)
+            code_bits(quantize(x, rounding="stochastic", key=jax.random.key(seed)).codes)
+            for seed in (1, 1, 2)
         )
         np.testing.assert_array_equal(one, same)
         assert (one != other).mean() > 0.1
@@ -138,12 +146,17 @@ class TestStochastic:
         x = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
         for block in ((1, 16), (16, 16)):
             eager = quantize(x, block=block, rounding="stochastic", key=jax.random.key(3))
-            compiled = quantize_compiled(x, block=block, rounding="stochastic", key=jax.random.key(3))
+            compiled = quantize_compiled(
+                x, block=block, rounding="stochastic", key=jax.random.key(3)
+            )
             np.testing.assert_array_equal(code_bits(eager.codes), code_bits(compiled.codes))
 
 
 def test_vmap_is_a_loop():
-    x = jax.random.normal(jax.random.key(0), (3, 32, 32)) * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
+    x = (
+        jax.random.normal(jax.random.key(0), (3, 32, 32))
+        * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
+    )
     keys = jax.random.split(jax.random.key(1), 3)
     batched = jax.vmap(lambda x, key: quantize(x, rounding="stochastic", key=key))(x, keys)
     for i in range(3):
@@ -154,7 +167,9 @@ def test_vmap_is_a_loop():
 
 def test_two_dimensional_blocks_do_not_see_the_transpose():
     w = jax.random.normal(jax.random.key(0), (48, 64))
-    np.testing.assert_array_equal(quantize(w, block=(16, 16)).dequantize().T, quantize(w.T, block=(16, 16)).dequantize())
+    np.testing.assert_array_equal(
+        quantize(w, block=(16, 16)).dequantize().T, quantize(w.T, block=(16, 16)).dequantize()
+    )
 
 
 @pytest.mark.parametrize(
