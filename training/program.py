@@ -1,4 +1,4 @@
-"""A run's functions and shapes, made from its configuration; nothing is allocated until asked for."""
+"""A run's functions and shapes, made from its configuration without allocating anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import models
 from ..numerics import Recipe, get_recipe
 from . import memory
 from .optimizer import make_optimizer, make_schedule
-from .sharding import batch_sharding, make_mesh, parameter_shardings, shard_like_parameters
+from .sharding import batch_sharding, make_mesh, shard_like_parameters
 from .state import Parameters, TrainState, abstract_model, split_model
 from .step import StepConfig, make_train_step
 
@@ -108,6 +108,10 @@ class Program:
     def compile_train_step(self, *, finish: bool = False) -> Any:
         """The step, compiled for this run's shapes: (state, batch) -> (state, metrics), see
         `make_train_step`. The state is donated."""
+        return self.lower_train_step(finish=finish).compile()
+
+    def lower_train_step(self, *, finish: bool = False) -> Any:
+        """The step's program before XLA optimises it."""
         step = make_train_step(
             self.graphdef(finish=finish),
             self._optimizer,
@@ -120,7 +124,7 @@ class Program:
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
-        return jitted.lower(self.state, self._train_batch).compile()
+        return jitted.lower(self.state, self._train_batch)
 
     def initial_state(self) -> TrainState:
         """Allocates the state before the first step; the parameters depend on the seed alone."""
