@@ -5,8 +5,8 @@ tensorboard/, tokenizer/ and checkpoints/; the same command with the same folder
 stopped.
 
 Exit status: 0 when the run is complete, or was stopped by SIGTERM or SIGINT and saved; 1 when it
-failed; 2 for a mistake in the command, before anything was trained; 130 when a second SIGINT aborted
-it.
+failed; 2 for a mistake in the command, before anything was trained; 130 when a second SIGINT
+aborted it.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Run:
     display: Display
     recorder: Recorder
     stop: StopRequest
+    last_evaluation: Evaluation | None = None
 
 
 def _train(config: TrainConfig) -> None:
@@ -190,15 +191,11 @@ def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
             run.display.note(f"first step after {duration(time.monotonic() - _STARTED)}")
         with recorder.pause():
             if evaluation_is_due and run.validation.num_tokens:
-                result = _evaluate(run, state, step)
-                run.writer.write(
-                    {
-                        "step": step,
-                        "validation_loss": result.loss,
-                        "bits_per_byte": result.bits_per_byte,
-                    }
-                )
-                run.display.note(_evaluation_line(step, result, run.unigram))
+                run.last_evaluation = result = _evaluate(run, state, step)
+                row = {"validation_loss": result.loss, "bits_per_byte": result.bits_per_byte}
+                run.writer.write({"step": step, **row})
+                if not is_last:
+                    run.display.note(_evaluation_line(step, result, run.unigram))
             # Not amid skipped steps: saves of an unchanged state would push out older checkpoints.
             if save_is_due and (skips == 0 or is_last or run.stop):
                 run.checkpoints.save(
@@ -225,7 +222,8 @@ def _finish(run: Run, state: TrainState, tokenizer: data.Tokenizer, directory: P
         )
     else:
         if run.validation.num_tokens:
-            _say(_evaluation_line(step, _evaluate(run, state, step), run.unigram))
+            result = run.last_evaluation or _evaluate(run, state, step)
+            _say(_evaluation_line(step, result, run.unigram))
         if config.sample_tokens:
             generated = sample_tokens(
                 run.program.graphdef(finish=run.program.is_finish(step - 1)),

@@ -46,8 +46,8 @@ class Checkpoints:
                 create=True,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
-                # In the background, a folder that cannot be made leaves threads that wait for it for
-                # minutes, and the failed run hangs.
+                # In the background, a folder that cannot be made leaves threads that wait for it
+                # for minutes, and the failed run hangs.
                 async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
@@ -59,7 +59,7 @@ class Checkpoints:
         try:
             self._manager.close()
         except Exception as error:
-            if exception_type is None:  # else the run is failing already, perhaps of this very error
+            if exception_type is None:  # else it is failing already
                 raise self._failure(error) from error
 
     def latest_step(self) -> int | None:
@@ -100,7 +100,7 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint is complete. Raises TrainingFailure if it could not be."""
+        """Waits until the newest checkpoint is complete; raises TrainingFailure if it cannot be."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -109,8 +109,8 @@ class Checkpoints:
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """(state, data position) of the newest checkpoint.
 
-        state: shapes with shardings, as this run wants them; the run that saved may have had another
-          mesh.
+        state: shapes with shardings, as this run wants them; the run that saved may have had
+          another mesh.
 
         Raises:
           UserError: if the checkpoint is of another model.
@@ -157,7 +157,7 @@ def _all_finite(tree: Any) -> jax.Array:
 
 
 def _training_items(state: TrainState) -> dict[str, Any]:
-    """What is saved besides the parameters: plain containers, so that it reads without our classes."""
+    """What is saved besides the parameters, in plain containers: it reads without our classes."""
     return {
         "counters": {
             "step": state.step,
@@ -189,8 +189,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if not steps:
         what = "holds no complete checkpoint" if path.exists() else "does not exist"
         raise UserError(
-            f"checkpoint={path} {what}: looked for STEP/{PARAMETERS} in {folders[0]} and in {path}; "
-            "give a run's folder, its checkpoints folder or one step's folder"
+            f"checkpoint={path} {what}: looked for STEP/{PARAMETERS} in {folders[0]} and in "
+            f"{path}; give a run's folder, its checkpoints folder or one step's folder"
         )
     return max(steps, key=lambda step: int(step.name))
 
@@ -226,8 +226,8 @@ def check_same_parameters(
 def load_parameters(step_directory: Path, parameters: Parameters, mesh: Mesh) -> Parameters:
     """Reads only the parameters of a checkpoint, laid out over `mesh`.
 
-    parameters: the shapes wanted. Blocks that were stacked differently there (another precision plan
-    cuts the layers into other segments) are stacked anew.
+    parameters: the shapes wanted. Blocks that were stacked differently there (another precision
+    plan cuts the layers into other segments) are stacked anew.
 
     Raises:
       UserError: if the checkpoint is of another model.
@@ -235,7 +235,9 @@ def load_parameters(step_directory: Path, parameters: Parameters, mesh: Mesh) ->
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(step_directory / PARAMETERS).item_metadata
         assert metadata is not None
-        saved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), metadata.tree)
+        saved = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), metadata.tree
+        )
         check_same_parameters(
             _shapes(jax.eval_shape(lambda tree: restack(tree, parameters), saved)),
             parameters,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 def token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p(target) in nats: logits float32 [B, T, V], targets int32 [B, T] -> float32 [B, T].
 
-    The gradient is softmax - onehot, written as one elementwise expression: the transpose of a gather
-    would be a scatter into a second [B, T, V] array.
+    The gradient is softmax - onehot, written as one elementwise expression: the transpose of a
+    gather would be a scatter into a second [B, T, V] array.
     """
     return _forward(logits, targets)[0]
 

@@ -56,7 +56,8 @@ class Display:
             self._progress.update(self._task, completed=step, description=text)
             return
         now = time.monotonic()
-        if now - self._last_line < _PLAIN_SECONDS and self._shown > self._first and step < self._total:
+        is_first, is_last = self._shown == self._first, step == self._total
+        if now - self._last_line < _PLAIN_SECONDS and not (is_first or is_last):
             return
         self._last_line, self._shown = now, step
         per_step = (now - self._started) / max(step - self._first, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
 from ..models import ModelConfig
 
@@ -38,7 +38,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6 * (config.num_layers * (attention + mlp + scores) + head)
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """The device's BF16 peak in FLOP/s, or None when it is not in the table."""
     matches = [name for name in PEAK_FLOPS if device.device_kind.startswith(name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None

@@ -5,8 +5,8 @@ afterwards. A step whose loss or gradients are not finite halves the scale; `int
 finite steps double it. The scale is always a power of two, so that scaling and unscaling are exact
 unless a value under- or overflows.
 
-With `enabled=False` the scale stays 1 for ever; the non-finite guard in `step.py` does not depend on
-it and keeps working.
+With `enabled=False` the scale stays 1 for ever; the non-finite guard in `step.py` does not depend
+on it and keeps working.
 """
 
 from __future__ import annotations

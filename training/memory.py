@@ -1,13 +1,15 @@
 """Whether a run fits, before anything is allocated.
 
 First an estimate from shapes alone, within seconds for any size of model; then, once the step is
-compiled, XLA's own account of it. A run that does not fit ends with one message instead of being killed.
+compiled, XLA's own account of it. A run that does not fit ends with one message instead of being
+killed.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +80,11 @@ def activation_bytes(
         saved by any policy    D                          the block's input
         quantised residuals    D + Q + D + F              the linears' inputs, as wgrad wants them
                                + the quantised weights    per block, not per token
-        remat=none, besides    6 D + 3 (Q + 2 K) + 4 F    norms, q/k/v before and after RoPE, attention,
-                                                          gate, up and their product
+        remat=none, besides    6 D + 3 (Q + 2 K) + 4 F    norms, q/k/v before and after RoPE,
+                                                          attention, gate, up and their product
 
     Quantised values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
-    Temporaries: the backward pass of one block, and logits with their gradient, float32 [tokens, V].
+    Temporaries: one block's backward pass, or logits and their gradient, float32 [tokens, V].
     """
     recipe = get_recipe(recipe)
     width = config.embed_dim
@@ -98,7 +100,7 @@ def activation_bytes(
     quantised = (width * (1 + experts) + query + hidden) * quantised_size
     quantised_weights = 0 if recipe.is_float32 else weights * quantised_size
     other = (6 * width + 3 * (query + 2 * key) + 4 * hidden) * activation_size
-    scores = config.num_heads * sequence_length * 4 * 2 if on_cpu else 0  # flash attention elsewhere
+    scores = 2 * config.num_heads * sequence_length * 4 if on_cpu else 0  # elsewhere: flash
 
     per_token = {
         "none": saved + quantised + other,
@@ -112,7 +114,7 @@ def activation_bytes(
     return stored + max(one_block, logits)
 
 
-def available_bytes(devices: list[jax.Device]) -> int:
+def available_bytes(devices: Sequence[Any]) -> int:
     """Free memory per device. Devices of one CPU share that machine's memory (or container's)."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
@@ -178,7 +180,7 @@ def _read(path: Path) -> str:
 
 
 def check_fits(estimate: MemoryEstimate, available: int, mesh: Mesh, remat: str) -> None:
-    """Raises UserError, with the table and what to change, if the estimate exceeds what is there."""
+    """Raises UserError, with the table and what to change, if the estimate is too large."""
     if estimate.total <= available * _USABLE:
         return
     raise UserError(
@@ -219,8 +221,8 @@ def _remedies(estimate: MemoryEstimate, available: int, remat: str) -> str:
     if state > available * _USABLE:
         devices = math.ceil(state / (available * _USABLE))
         advice.append(
-            f"parameters, optimizer and gradients alone need {state / GIB:,.1f} GiB: split them over "
-            f"at least {devices} times as many such devices (mesh.fsdp, mesh.expert or mesh.tensor), "
+            f"parameters, optimizer and gradients alone need {state / GIB:,.1f} GiB: split them "
+            f"over {devices} times as many such devices (mesh.fsdp, mesh.expert or mesh.tensor), "
             "or choose a smaller model="
         )
     if estimate.activations > available * _USABLE / 2:
@@ -234,6 +236,6 @@ def _change_activations(remat: str) -> str:
     stronger = {"none": "save_quantized or remat=full", "save_quantized": "full"}.get(remat)
     remat_advice = f"set remat={stronger}, " if stronger else ""
     return (
-        f"{remat_advice}lower batch_size or raise gradient_accumulation, shorten sequence_length, or "
-        "choose a smaller model="
+        f"{remat_advice}lower batch_size or raise gradient_accumulation, shorten sequence_length, "
+        "or choose a smaller model="
     )

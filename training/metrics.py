@@ -1,9 +1,9 @@
 """What a run records: `metrics.jsonl`, one object a line, and the same numbers for TensorBoard.
 
 Training rows have step, loss, gradient_norm, learning_rate, loss_scale, skipped_steps,
-tokens_per_second, data_wait (share of the time spent waiting for data) and, where the device's peak is
-known, mfu; evaluation rows have step, validation_loss (nats per token) and bits_per_byte. A number that
-is not finite is null, as JSON has no other way to say it.
+tokens_per_second, data_wait (share of the time spent waiting for data) and, where the device's
+peak is known, mfu; evaluation rows have step, validation_loss (nats per token) and bits_per_byte.
+A number that is not finite is null, as JSON has no other way to say it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and TensorBoard; every row is on disk when `write` returns."""
+    """Appends rows to `metrics.jsonl`, flushed by the time `write` returns, and to TensorBoard."""
 
     def __init__(self, run_directory: Path, *, resume_step: int):
         """resume_step: last step whose rows are kept; those of later steps, which are going to be

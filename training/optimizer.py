@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..errors import UserError
+from .state import Parameters, path_name
 
 _UNDECAYED = ("bias", "scale")  # last path component of parameters that weight decay leaves alone
 
@@ -63,22 +63,14 @@ class OptimizerConfig:
             raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
 
 
-def make_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[jax.Array], jax.Array]:
+def make_schedule(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates already made.
 
-    Step 0 of a warmup of n steps has rate peak/n (not 0: a first step that does nothing is wasted),
-    step n - 1 the peak. The last of `max_steps` steps comes down to `final_fraction` of the peak.
-
-    Raises:
-      UserError: if the warmup is as long as the whole run.
+    The first step of a warmup of n has rate peak / n (not 0: that step would do nothing), the n-th
+    the peak; then it falls towards `final_fraction` of the peak at the end of `max_steps`.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = config.warmup_steps
-    if warmup >= max_steps and max_steps > 0 and config.schedule != "constant":
-        raise UserError(
-            f"optimizer.warmup_steps={warmup} leaves nothing of max_steps={max_steps}; "
-            "shorten the warmup or train longer"
-        )
     remaining = max(max_steps - warmup, 1)
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction)
@@ -89,28 +81,27 @@ def make_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[jax.Arra
     else:
         main = optax.constant_schedule(peak)
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count)
         ramp = peak * (count + 1) / max(warmup, 1)
         return jnp.where(count < warmup, ramp, main(count - warmup)).astype(jnp.float32)
 
     return schedule
 
 
-def decay_mask(parameters):
+def decay_mask(parameters: Parameters) -> Any:
     """True for the leaves that weight decay applies to: all but biases and norm scales.
 
     By name and not by rank: parameters are stacked over layers, and fused biases have several axes.
     """
 
-    def decays(path, _leaf) -> bool:
-        names = [str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path]
-        return not any(name in _UNDECAYED for name in names)
-
-    return jax.tree_util.tree_map_with_path(decays, parameters)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_name(path).rpartition(".")[2] not in _UNDECAYED, parameters
+    )
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Callable[[jax.Array], jax.Array]
+    config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """AdamW as an optax chain; moments are float32 because the parameters are.
 

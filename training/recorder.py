@@ -1,7 +1,7 @@
 """Follows the steps of a run: rows of metrics, the display, and the alarms.
 
-The loop hands over the metrics of step k - 1 while step k computes, so that reading them never leaves
-the device idle.
+The loop hands over the metrics of step k - 1 while step k computes, so that reading them never
+leaves the device idle.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Recorder:
     def _non_finite(self, values: dict[str, Any]) -> str:
         wrong = [] if np.isfinite(values["loss"]) else ["the loss"]
         squares = np.asarray(values["gradient_squares"])
-        names = [self._config.gradient_names[index] for index in np.flatnonzero(~np.isfinite(squares))]
+        where = np.flatnonzero(~np.isfinite(squares))
+        names = [self._config.gradient_names[index] for index in where]
         if names:
             wrong.append(f"the gradients of {_some(names)} ({len(names)} of {squares.size})")
         elif not wrong:

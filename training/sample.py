@@ -44,7 +44,7 @@ def sample_tokens(
     """
     length = len(prompt) + num_tokens
     if not prompt:
-        raise ValueError("sample_tokens needs a prompt of at least one token, such as the start token")
+        raise ValueError("the prompt is empty: give at least the tokenizer's start token")
     if length > max_positions:
         raise UserError(
             f"sample_tokens={num_tokens} after a prompt of {len(prompt)} exceeds "

@@ -1,7 +1,8 @@
 """How parameters and batches lie on the devices: one table, from names to mesh axes.
 
-A parameter's dotted path gives its logical axes (`PARAMETER_AXES`), and a logical axis is split over
-mesh axes (`MESH_AXES`). One device is the mesh on which every axis has size 1; nothing else changes.
+A parameter's dotted path gives its logical axes (`PARAMETER_AXES`), and a logical axis is split
+over mesh axes (`MESH_AXES`). One device is the mesh on which every axis has size 1; nothing else
+changes.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ _CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; their product is the number of devices. One may be -1: the rest.
+    """Devices along each mesh axis; the product is the number of devices. One may be -1: the rest.
 
     Attributes:
       data: copies of the model, each with its part of the batch.
-      fsdp: parts that parameters and optimizer state are cut into; the batch is split over them too.
+      fsdp: parts that parameters and optimizer state are cut into; the batch is split over them
+      too.
       expert: parts that the experts are divided into; the batch is split over them too.
       context: parts that a sequence is cut into.
       tensor: parts that each matrix's heads, hidden and vocabulary dimensions are cut into.
@@ -115,7 +117,7 @@ class MeshConfig:
         return sizes
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """The mesh over all devices, axes in the order of `AXIS_NAMES` (tensor innermost)."""
     devices = jax.devices() if devices is None else devices
     shape = tuple(config.sizes(len(devices))[name] for name in AXIS_NAMES)
@@ -174,7 +176,7 @@ def parameter_shardings(parameters: Parameters, mesh: Mesh) -> Parameters:
 
 
 def shard_like_parameters(tree: Any, parameters: Parameters, mesh: Mesh) -> Any:
-    """Shardings of any state: subtrees that mirror the parameters get theirs, the rest is replicated.
+    """Shardings of any state: subtrees like the parameters get theirs, the rest is replicated.
 
     `tree` and `parameters` hold arrays or shapes. Optimizer moments lie where their parameters lie.
     """

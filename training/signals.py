@@ -1,7 +1,8 @@
 """Stopping cleanly on SIGTERM and SIGINT.
 
-The first signal asks the loop to stop after the step that is running: it saves a checkpoint and leaves.
-A second SIGINT aborts at once, as Ctrl-C does elsewhere; the newest complete checkpoint remains.
+The first signal asks the loop to stop after the step that is running: it saves a checkpoint and
+leaves. A second SIGINT aborts at once, as Ctrl-C does elsewhere; the newest complete checkpoint
+remains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moving parameters between segmentations of the layers.
 
-Blocks are stacked per segment (prefix, middle, suffix), and a precision plan decides where the cuts lie.
-The same model trained in BF16 and in NVFP4 has the same layers cut differently.
+Blocks are stacked per segment (prefix, middle, suffix), and a precision plan decides where the
+cuts lie. The same model trained in BF16 and in NVFP4 has the same layers cut differently.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def restack(parameters: Parameters, like: Parameters) -> Parameters:
     order = [name for name in SEGMENTS if name in blocks]
     structures = {jax.tree.structure(blocks[name]) for name in order}
     structures |= {jax.tree.structure(segment) for segment in wanted.values()}
-    depths = {name: jax.tree.leaves(wanted[name])[0].shape[0] for name in SEGMENTS if name in wanted}
-    depth = sum(jax.tree.leaves(blocks[name])[0].shape[0] for name in order)
+    depths = {name: _depth(wanted[name]) for name in SEGMENTS if name in wanted}
+    depth = sum(_depth(blocks[name]) for name in order)
     if len(structures) != 1 or sum(depths.values()) != depth:
         return parameters
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(blocks[name] for name in order))
@@ -37,3 +37,7 @@ def restack(parameters: Parameters, like: Parameters) -> Parameters:
         restacked[name] = jax.tree.map(lambda leaf, a=start, b=stop: leaf[a:b], whole)
         start = stop
     return {**parameters, "blocks": restacked}
+
+
+def _depth(segment: Parameters) -> int:
+    return jax.tree.leaves(segment)[0].shape[0]

@@ -1,8 +1,8 @@
 """The training step: one pure function (state, batch) -> (state, metrics) for `jax.jit`.
 
-In this order: gradients of the scaled loss, accumulated in float32 over microbatches; unscaling; the
-norm of every layer's gradient; clipping; the optimizer; and the guard, which throws all of it away when
-anything was not finite.
+In this order: gradients of the scaled loss, accumulated in float32 over microbatches; unscaling;
+the norm of every layer's gradient; clipping; the optimizer; and the guard, which throws all of it
+away when anything was not finite.
 
 Legend: A microbatches, B rows of a microbatch, T tokens, L layers, E experts.
 """
@@ -44,7 +44,7 @@ class StepConfig:
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    schedule: Callable[[jax.Array], jax.Array],
+    schedule: optax.Schedule,
     config: StepConfig,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step as a pure function; jit it with the state donated.
@@ -54,8 +54,8 @@ def make_train_step(
     it does not depend on how the batch is cut into microbatches.
 
     A step is skipped when its loss or any gradient is not finite, or the gradients' norm overflows
-    float32: parameters, optimizer and schedule stay as they were, the loss scale halves, the counters
-    count it.
+    float32: parameters, optimizer and schedule stay as they were, the loss scale halves, the
+    counters count it.
 
     Metrics, float32 scalars unless noted: loss (nats per token, without auxiliary losses),
     gradient_norm (before clipping), learning_rate and loss_scale (as used in this step), tokens,
@@ -140,7 +140,7 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "gradient_norm": norm,
-            "learning_rate": schedule(state.step - state.skipped_steps),
+            "learning_rate": jnp.float32(schedule(state.step - state.skipped_steps)),
             "loss_scale": state.loss_scale.scale,
             "tokens": tokens,
             "skipped_steps": skipped,
@@ -163,7 +163,7 @@ def make_train_step(
 
 
 def gradient_squares(gradients: Parameters) -> jax.Array:
-    """Sum of squares of each parameter's gradient, per layer for stacked ones: float32 [entries]."""
+    """Sum of squares of each gradient, one per layer for stacked parameters: float32 [entries]."""
     sums = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         axes = range(1 if is_stacked(path_name(path)) else 0, leaf.ndim)
@@ -172,7 +172,7 @@ def gradient_squares(gradients: Parameters) -> jax.Array:
 
 
 def gradient_names(parameters: Parameters) -> list[str]:
-    """Names of the entries of `gradient_squares`; a stacked parameter's end in [layer of segment]."""
+    """Names of the entries of `gradient_squares`; those of a stack end in [layer of segment]."""
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         name = path_name(path)
