@@ -160,6 +160,9 @@ def mutable_twin(schema: type) -> type:
 def _twin_annotation(annotation: Any) -> Any:
     if dataclasses.is_dataclass(annotation):
         return mutable_twin(annotation)  # pyright: ignore
+    if typing.get_origin(annotation) in (list, tuple):
+        if dataclasses.is_dataclass(typing.get_args(annotation)[0]):
+            return list[Any]  # the class that has the list makes its items, with better messages
     return str if _is_literal(annotation) else annotation
 
 

@@ -1,9 +1,11 @@
 """Text to batches: sources, tokenizers, packing and the resumable pipeline."""
 
-from .config import DataConfig
-from .corpus import Corpus, TokenStream, load_corpus, load_tokenizer
-from .packing import Batch, count_rows, pack_rows
+from .config import DataConfig, SourceConfig
+from .corpus import Corpus, load_corpus
+from .default_tokenizer import load_tokenizer
+from .packing import Batch, Packing, count_rows, make_packing, pack_rows
 from .pipeline import TrainIterator, make_train_iterator, make_validation_batches
+from .streams import TokenStream
 from .tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer_file
 from .unigram import unigram_loss
 
@@ -12,6 +14,8 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "DataConfig",
+    "Packing",
+    "SourceConfig",
     "TokenStream",
     "Tokenizer",
     "TrainIterator",
@@ -20,6 +24,7 @@ __all__ = [
     "load_corpus",
     "load_tokenizer",
     "load_tokenizer_file",
+    "make_packing",
     "make_train_iterator",
     "make_validation_batches",
     "pack_rows",

@@ -1,11 +1,37 @@
-"""What the data pipeline can be told, as one frozen dataclass (the `data` configuration group)."""
+"""What the data pipeline can be told, as frozen dataclasses (the `data` configuration group)."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, check_choice, did_you_mean
 
-PACKINGS = ("concatenate",)
+PACKINGS = ("concatenate", "best_fit")
 BAD_RECORD_POLICIES = ("error", "skip")
+FORMATS = ("text", "prompt_completion", "chat")
+TOKENIZER_TYPES = ("bpe", "unigram")
+DOCUMENT_STARTS = ("auto", "bos", "eos", "none")
+DOCUMENT_ENDS = ("eos", "none")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of a mixture. Every source has a weight, or every one a number of epochs.
+
+    Attributes:
+      path: as `data.path`.
+      weight: share of the training rows relative to the other sources' weights.
+      epochs: times that the source is read while the whole mixture is read once; fractions work.
+      field: the key of the text, if it is not `data.field`.
+      format: what a record is, if it is not `data.format`.
+    """
+
+    path: str | None = None
+    weight: float | None = None
+    epochs: float | None = None
+    field: str | None = None
+    format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -13,26 +39,50 @@ class DataConfig:
     """Where the text comes from and how it becomes batches.
 
     Attributes:
-      path: a text file, a JSONL file (both also as .gz), a directory or a glob pattern. None: the
-        embedded default corpus, the source text of this Python's standard library.
-      field: the key that holds the text of a JSONL record.
+      path: a text, JSONL, Parquet, Arrow or ArrayRecord file (text and JSONL also as .gz or .zst),
+        a directory of such files, a glob pattern, a dataset that Hugging Face `datasets` saved, or
+        a folder that `python -m fp4zoo.data.prepare` wrote. None: the embedded default corpus, the
+        source text of this Python's standard library.
+      sources: a mixture instead of `path`: [{path, weight or epochs, field, format}, ...]. Weights
+        are shares of rows; epochs are how often a source is read per pass over the mixture.
+      format: what a record is. "text": a document. "prompt_completion": an object with `prompt` and
+        `completion`, trained on the completion. "chat": an object with a list of `messages`, each
+        with `role` and `content`, trained on what the assistant says.
+      field: the key or column that holds the text, or the messages of a chat if not "messages".
+      chat_template: a Jinja file that writes chats out. None: the tokenizer's own template.
       tokenizer: a SentencePiece `.model`, a Hugging Face `tokenizer.json`, a directory that holds
-        one of them, or "bytes". None: a SentencePiece model is trained on the corpus and cached.
+        one of them, or "bytes". None: a SentencePiece model is trained on the corpus and cached; a
+        prepared folder brings its own.
+      tokenizer_type: the kind of SentencePiece model that is trained: "bpe" or "unigram".
+      tokenizer_vocab_size: tokens of the model that is trained. None: the model's vocabulary, at
+        most 32768.
+      document_start: what a document's first token is predicted from: the tokenizer's "bos" or
+        "eos"; "auto" is bos where there is one, else eos; with "none" the first token is not
+        predicted.
+      document_end: the token that is predicted behind a document: "eos", or "none".
       validation_fraction: share of the documents held out, in [0, 1). A document's content hash
         alone decides, so no document moves when others are added. 0: no validation split.
       packing: "concatenate": documents one after the other, cut every `sequence_length` tokens.
+        "best_fit": a document is cut only where it is longer than a row; rows have some padding.
       shuffle: rows in a new global random order every epoch; False: in the corpus's order.
       num_workers: threads that prepare batches ahead; 0: in the caller's thread. Never changes
         what the batches hold.
       on_bad_record: "error" or "skip" (counted and reported) for text that is not UTF-8 and for
-        JSONL lines without a usable text. The embedded corpus always skips.
-      cache_dir: where tokenizers and token files are kept. None: $FP4ZOO_CACHE or
+        records that are no document. The embedded corpus always skips.
+      cache_dir: where tokenizers, token files and indexes are kept. None: $FP4ZOO_CACHE or
         ~/.cache/fp4zoo.
     """
 
     path: str | None = None
+    sources: tuple[SourceConfig, ...] = ()
+    format: str = "text"
     field: str = "text"
+    chat_template: str | None = None
     tokenizer: str | None = None
+    tokenizer_type: str = "bpe"
+    tokenizer_vocab_size: int | None = None
+    document_start: str = "auto"
+    document_end: str = "eos"
     validation_fraction: float = 0.02
     packing: str = "concatenate"
     shuffle: bool = True
@@ -42,16 +92,85 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Raises UserError, one line that names the key, for a value that cannot work."""
+        sources = tuple(_source(number, value) for number, value in enumerate(self.sources))
+        object.__setattr__(self, "sources", sources)
+        check_choice("data.format", self.format, FORMATS)
+        check_choice("data.packing", self.packing, PACKINGS)
+        check_choice("data.on_bad_record", self.on_bad_record, BAD_RECORD_POLICIES)
+        check_choice("data.tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
+        check_choice("data.document_start", self.document_start, DOCUMENT_STARTS)
+        check_choice("data.document_end", self.document_end, DOCUMENT_ENDS)
         if not 0.0 <= self.validation_fraction < 1.0:
             raise UserError(
                 f"data.validation_fraction={self.validation_fraction} must be in [0, 1)"
             )
-        if self.packing not in PACKINGS:
-            raise UserError(f"data.packing={self.packing!r} must be one of {', '.join(PACKINGS)}")
         if self.num_workers < 0:
             raise UserError(f"data.num_workers={self.num_workers} must be 0 or more")
-        if self.on_bad_record not in BAD_RECORD_POLICIES:
+        if self.tokenizer_vocab_size is not None and self.tokenizer is not None:
             raise UserError(
-                f"data.on_bad_record={self.on_bad_record!r} must be one of "
-                f"{', '.join(BAD_RECORD_POLICIES)}"
+                f"data.tokenizer_vocab_size={self.tokenizer_vocab_size} is for a tokenizer that is "
+                f"trained, but data.tokenizer={self.tokenizer} is given: remove one of them"
             )
+        if self.sources and self.path is not None:
+            raise UserError(
+                f"data.path={self.path} and data.sources are both given: list the path in "
+                "data.sources, or remove one of them"
+            )
+        _check_shares(sources)
+
+    def single(self) -> list["DataConfig"]:
+        """A configuration of `path` alone for each source; [self] without `sources`."""
+        if not self.sources:
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                sources=(),
+                path=source.path,
+                field=source.field or self.field,
+                format=source.format or self.format,
+            )
+            for source in self.sources
+        ]
+
+
+def _source(number: int, value: SourceConfig | Mapping[str, Any]) -> SourceConfig:
+    where = f"data.sources[{number}]"
+    if isinstance(value, Mapping):
+        names = [field.name for field in dataclasses.fields(SourceConfig)]
+        for key in value:
+            if key not in names:
+                raise UserError(f"unknown key {where}.{key}{did_you_mean(key, names)}")
+        value = SourceConfig(**value)
+    if not isinstance(value, SourceConfig):
+        raise UserError(f"{where}={value}: write {{path: ..., weight: ...}}")
+    for key in ("path", "field", "format"):
+        if not isinstance(getattr(value, key), str | None):
+            raise UserError(f"{where}.{key}={getattr(value, key)}: expected text")
+    if value.format is not None:
+        check_choice(f"{where}.format", value.format, FORMATS)
+    return value
+
+
+def _check_shares(sources: tuple[SourceConfig, ...]) -> None:
+    """Every source has a positive weight, or every one a positive number of epochs."""
+    by_epochs = [source.epochs is not None for source in sources]
+    for number, source in enumerate(sources):
+        where = f"data.sources[{number}] ({source.path or 'the standard library'})"
+        if source.weight is None and source.epochs is None:
+            raise UserError(f"{where} has neither weight nor epochs: give it one of them")
+        if source.weight is not None and source.epochs is not None:
+            raise UserError(f"{where} has both weight and epochs: remove one of them")
+        if by_epochs[number] != by_epochs[0]:
+            raise UserError(
+                f"{where} has {'epochs' if by_epochs[number] else 'a weight'} but others have "
+                f"{'a weight' if by_epochs[number] else 'epochs'}: use one kind for all"
+            )
+        for key in ("weight", "epochs"):
+            share = getattr(source, key)
+            if share is None:
+                continue
+            if not isinstance(share, (int, float)) or not 0 < share < float("inf"):
+                raise UserError(
+                    f"{where} has {key}={share}: give a positive number, or remove the source"
+                )

@@ -1,22 +1,16 @@
-"""From a configuration to token files: the tokenizer and the two token streams, each made once.
+"""From a configuration to token streams, each source tokenised once.
 
-    corpora/<key>/manifest.json
-    corpora/<key>/{train,validation}.tokens        ids, little-endian uint16 or uint32
-    corpora/<key>/{train,validation}.starts.npy    int64 [documents + 1], where each document begins
-    corpora/<key>/{train,validation}.names         one document's name, as JSON, a line
-    tokenizers/<key>/tokenizer.model
+    corpora/<key>/manifest.json, and the files that streams.py lists, as one shard
 
-A stream holds every document's tokens followed by one end-of-document token. The key hashes
-whatever determines the content: the source's files (name, size, time) or the Python version, the
-tokenizer, the split, the way of reading. So nothing stale is ever read.
+The key hashes whatever determines the content: the source's files (name, size, time) or the Python
+version, the tokenizer, the split, the way of reading. So nothing stale is ever read. A folder that
+prepare.py wrote is the same in many shards. Whatever the source's size, memory holds some megabytes
+of its text and about 30 bytes per document.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,35 +20,26 @@ import numpy as np
 from ..errors import UserError
 from .cache import cache_directory, discard, hash_of, publish
 from .config import DataConfig
-from .documents import Document, ReadReport, Source, kept_documents, split_threshold
-from .files import FileSource
+from .documents import ReadReport, Source, split_threshold
+from .encoding import DocumentEncoder, start_id
+from .manifest import (
+    FORMAT,
+    TOKENIZER_FOLDER,
+    count_duplicates,
+    load_hashes,
+    make_manifest,
+    read_manifest,
+    write_manifest,
+)
 from .progress import byte_progress, note
-from .sentencepiece_tokenizer import train_sentencepiece
-from .standard_library import StandardLibrarySource
-from .tokenizer import SENTENCEPIECE_FILE, Tokenizer, check_vocabulary, load_tokenizer_file
+from .shards import token_dtype, write_shard
+from .sources import open_source, prepared_folder
+from .streams import SPLITS, TokenStream, join_streams, open_stream
+from .tokenizer import Tokenizer, load_tokenizer_file
 
-_FORMAT = 1  # raise it when files of the same key would differ
-_SPLITS = ("train", "validation")
-_SAMPLE_BYTES = 4_000_000
-_SAMPLE_BYTES_PER_DOCUMENT = 200_000
-_LARGEST_TRAINED_VOCABULARY = 32_768
-_BATCH_BYTES = 4_000_000
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """One split's tokens: every document's, each followed by the end-of-document token.
-
-    Attributes:
-      tokens: [N] memory-mapped uint16 or uint32 ids.
-      starts: int64 [D + 1]: document d is tokens[starts[d] : starts[d + 1]].
-      start_id, pad_id: what a document begins with when it is packed, and what fills rows.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    start_id: int
-    pad_id: int
+_WHOLE_FILES = 1 << 62  # bytes in a unit
+# What a prepared folder has settled: a configuration may leave it at its default or say the same.
+_SETTLED = ("format", "document_end", "validation_fraction")
 
 
 @dataclass(frozen=True)
@@ -65,9 +50,12 @@ class Corpus:
       description: for messages.
       digest: a hash of the tokens' content: the documents in order, the tokenizer, the split. It is
         the same wherever and whenever the files were written.
-      train, validation: the streams; validation has no tokens when the fraction is 0.
-      manifest: what was read, kept, dropped and counted.
-      directory: where the files lie.
+      train, validation: the streams; validation has no tokens when the fraction is 0. Of a mixture,
+        all sources end to end.
+      manifest: what was read, kept, dropped and counted; of a mixture, {"sources": [manifests]} and
+        the sums.
+      directory: where the files lie; of a mixture, those of the first source.
+      parts: the corpus of each source of a mixture; empty otherwise.
     """
 
     description: str
@@ -76,66 +64,7 @@ class Corpus:
     validation: TokenStream
     manifest: dict[str, Any]
     directory: Path
-
-
-def open_source(config: DataConfig) -> Source:
-    """The documents that `config.path` names; None is the standard library.
-
-    Raises:
-      UserError: nothing there or not readable.
-    """
-    if config.path is None:
-        return StandardLibrarySource()
-    return FileSource(config.path, field=config.field, on_bad_record=config.on_bad_record)
-
-
-def load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
-    """The configured tokenizer, checked against the model's vocabulary.
-
-    None trains SentencePiece (BPE, lossless) on 4 MB of the training split, chosen by content hash,
-    for min(vocab_size, 32768) tokens, once: the model is cached.
-
-    Args:
-      config: the data configuration.
-      vocab_size: the model's.
-
-    Raises:
-      UserError: no such file, not a tokenizer, more tokens than the model has, or no text to train
-        on.
-    """
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer_file(config.tokenizer)
-        check_vocabulary(tokenizer, vocab_size)
-        if not tokenizer.lossless:
-            note(
-                f"data: the tokenizer {tokenizer.name} changes text (a prefix, normalisation or "
-                "unknown characters), so bits per byte is approximate"
-            )
-        return tokenizer
-    source = open_source(config)
-    vocab_size = min(vocab_size, _LARGEST_TRAINED_VOCABULARY)
-    key = hash_of(
-        format=_FORMAT,
-        source=source.fingerprint(),
-        vocab_size=vocab_size,
-        validation_fraction=config.validation_fraction,
-        sample=(_SAMPLE_BYTES, _SAMPLE_BYTES_PER_DOCUMENT),
-    )
-    entry = cache_directory(config.cache_dir) / "tokenizers" / key
-    file = entry / SENTENCEPIECE_FILE
-    if not file.is_file():
-        began = time.perf_counter()
-        texts = _tokenizer_sample(source, config.validation_fraction)
-        model = train_sentencepiece(texts, vocab_size)
-        with publish(entry) as directory:
-            (directory / SENTENCEPIECE_FILE).write_bytes(model)
-        note(
-            f"data: trained SentencePiece on {source.description} in "
-            f"{time.perf_counter() - began:.1f} s: {file}"
-        )
-    tokenizer = load_tokenizer_file(file)
-    tokenizer.name = f"SentencePiece for {source.description}"
-    return tokenizer
+    parts: tuple["Corpus", ...] = ()
 
 
 def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -145,25 +74,36 @@ def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
       UserError: a file is unreadable or holds a bad record, there is no text, or too little of it
         for a validation split.
     """
-    source = open_source(config)
-    key = hash_of(
-        format=_FORMAT,
-        source=source.fingerprint(),
-        tokenizer=tokenizer.fingerprint,
-        end=tokenizer.eos_id,
-        validation_fraction=config.validation_fraction,
+    parts = tuple(_load_source(single, tokenizer) for single in config.single())
+    if len(parts) == 1:
+        return parts[0]
+    hashes = {
+        split: np.concatenate(
+            [load_hashes(part.directory, part.manifest["shards"], split) for part in parts]
+        )
+        for split in SPLITS
+    }
+    manifest = {
+        "sources": [part.manifest for part in parts],
+        "duplicates": count_duplicates(hashes),
+        **{
+            split: {
+                key: sum(part.manifest[split][key] for part in parts)
+                for key in parts[0].manifest[split]
+            }
+            for split in SPLITS
+        },
+    }
+    shares = [[source.weight, source.epochs] for source in config.sources]
+    return Corpus(
+        f"a mixture of {', '.join(part.description for part in parts)}",
+        hash_of(parts=[part.digest for part in parts], shares=shares),
+        join_streams([part.train for part in parts]),
+        join_streams([part.validation for part in parts]),
+        manifest,
+        parts[0].directory,
+        parts,
     )
-    entry = cache_directory(config.cache_dir) / "corpora" / key
-    manifest = _read_manifest(entry)
-    if manifest is None:
-        discard(entry)
-        with publish(entry) as directory:
-            _tokenize(config, source, tokenizer, directory)
-        manifest = _read_manifest(entry)
-        if manifest is None:
-            raise UserError(f"{entry} was changed while it was written: remove it and start again")
-    train, validation = (_open_stream(entry, split, manifest, tokenizer) for split in _SPLITS)
-    return Corpus(source.description, manifest["digest"], train, validation, manifest, entry)
 
 
 def available_cpus() -> int:
@@ -173,140 +113,149 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _tokenizer_sample(source: Source, validation_fraction: float) -> Iterator[str]:
-    """About `_SAMPLE_BYTES` of the training split's text, the same whenever it is asked for."""
-    threshold = split_threshold(source, validation_fraction)
-    chosen = round(2**64 * min(1.0, _SAMPLE_BYTES / max(1, source.total_bytes)))
-    size = 0
-    for document in kept_documents(source, ReadReport()):
-        if document.split_hash >= threshold and document.sample_hash < chosen:
-            text = document.text[:_SAMPLE_BYTES_PER_DOCUMENT]
-            yield text
-            size += len(text)
-            if size > 2 * _SAMPLE_BYTES:  # compressed files hold more than their size says
-                return
-
-
-class _StreamWriter:
-    """Appends documents to one split's files."""
-
-    def __init__(self, directory: Path, split: str, dtype: np.dtype, eos_id: int):
-        self._tokens = open(directory / f"{split}.tokens", "wb")
-        self._names = open(directory / f"{split}.names", "w", encoding="utf-8")
-        self._starts_file = directory / f"{split}.starts.npy"
-        self._dtype, self._end = dtype, np.array([eos_id], dtype)
-        self._starts = [0]
-        self.num_bytes = 0
-
-    def append(self, document: Document, ids: np.ndarray) -> None:
-        self._tokens.write(ids.astype(self._dtype).tobytes() + self._end.tobytes())
-        self._names.write(json.dumps(document.name) + "\n")
-        self._starts.append(self._starts[-1] + len(ids) + 1)
-        self.num_bytes += len(document.content)
-
-    def close(self) -> dict[str, int]:
-        self._tokens.close()
-        self._names.close()
-        np.save(self._starts_file, np.array(self._starts, np.int64))
-        return {
-            "documents": len(self._starts) - 1,
-            "tokens": self._starts[-1],
-            "bytes": self.num_bytes,
-        }
-
-
-def _tokenize(config: DataConfig, source: Source, tokenizer: Tokenizer, directory: Path) -> None:
-    began = time.perf_counter()
-    threshold = split_threshold(source, config.validation_fraction)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    writers = [_StreamWriter(directory, split, dtype, tokenizer.eos_id) for split in _SPLITS]
-    report = ReadReport()
-    num_threads = available_cpus()
-    digest = hashlib.blake2b(
-        hash_of(tokenizer=tokenizer.fingerprint, threshold=threshold).encode(), digest_size=12
-    )
-    with byte_progress(f"Tokenising {source.description}", source.total_bytes) as advance:
-        for batch in _batches(kept_documents(source, report)):
-            texts = [document.text for document in batch]
-            encoded = tokenizer.encode_batch(texts, num_threads=num_threads)
-            for document, ids in zip(batch, encoded, strict=True):
-                writers[document.split_hash < threshold].append(document, ids)
-                digest.update(document.digest)
-                advance(len(document.content))
-    counts = {split: writer.close() for split, writer in zip(_SPLITS, writers, strict=True)}
-    manifest = {
-        "format": _FORMAT,
+def about_corpus(
+    config: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    encoder: DocumentEncoder,
+    threshold: int,
+) -> dict[str, Any]:
+    """What a manifest says beside counts."""
+    return {
         "source": source.description,
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
-        "digest": digest.hexdigest(),
+        "settings": {
+            "tokenizer": tokenizer.fingerprint,
+            "threshold": threshold,
+            **encoder.settings(),
+        },
         "config": dataclasses.asdict(config),
-        "dtype": dtype.str,
-        "read": report.as_dict(),
-        **counts,
+        "dtype": token_dtype(tokenizer.vocab_size).str,
     }
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    _note_result(source, report, counts, time.perf_counter() - began)
 
 
-def _note_result(
-    source: Source, report: ReadReport, counts: dict[str, dict[str, int]], seconds: float
-) -> None:
+def describe_result(manifest: dict[str, Any], seconds: float) -> str:
+    """One line: what was read, kept, left out, held out and found twice."""
+    report = ReadReport.from_dict(manifest["read"])
+    train, validation = manifest["train"], manifest["validation"]
     dropped = ", ".join(
         f"{count} {reason} (e.g. {report.examples[reason]})"
         for reason, count in sorted(report.dropped.items())
     )
-    train, validation = counts["train"], counts["validation"]
-    num_bytes = train["bytes"] + validation["bytes"]
-    num_tokens = train["tokens"] + validation["tokens"]
-    note(
-        f"data: tokenised {source.description} in {seconds:.1f} s: {report.kept:,} of "
-        f"{report.read:,} documents, {num_bytes / 1e6:.1f} MB, {num_tokens:,} tokens; "
-        f"validation {validation['documents']:,} documents, {validation['tokens']:,} tokens; "
-        f"left out: {dropped or 'none'}"
+    duplicates = manifest["duplicates"]
+    return (
+        f"data: tokenised {manifest['source']} in {seconds:.1f} s: {report.kept:,} of "
+        f"{report.read:,} documents, {(train['bytes'] + validation['bytes']) / 1e6:.1f} MB, "
+        f"{train['tokens'] + validation['tokens']:,} tokens; held out by content hash: "
+        f"{validation['documents']:,} documents, {validation['tokens']:,} tokens; "
+        f"{duplicates['repeated']:,} repeated, {duplicates['across_splits']:,} of training also "
+        f"held out but for whitespace; left out: {dropped or 'none'}"
     )
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about `_BATCH_BYTES`: work for every thread, memory for a few."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.content)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _load_source(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    folder = prepared_folder(config.path)
+    if folder is not None:
+        return _load_prepared(config, tokenizer, folder)
+    source = open_source(config)
+    encoder = DocumentEncoder(config, tokenizer)
+    key = hash_of(
+        format=FORMAT,
+        source=source.fingerprint(),
+        tokenizer=tokenizer.fingerprint,
+        encoder=encoder.settings(),
+        validation_fraction=config.validation_fraction,
+    )
+    entry = cache_directory(config.cache_dir) / "corpora" / key
+    manifest = read_manifest(entry)
+    if manifest is None:
+        discard(entry)
+        with publish(entry) as directory:
+            _tokenize(config, source, tokenizer, encoder, directory)
+        manifest = read_manifest(entry)
+        if manifest is None:
+            raise UserError(f"{entry} was changed while it was written: remove it and start again")
+    return _open(source.description, entry, manifest, config, tokenizer)
 
 
-def _read_manifest(entry: Path) -> dict[str, Any] | None:
-    """The manifest if the entry is whole: present, readable, and its files of the right size."""
-    try:
-        manifest = json.loads((entry / "manifest.json").read_text())
-        item_size = np.dtype(manifest["dtype"]).itemsize
-        if not manifest["digest"]:
-            return None
-        for split in _SPLITS:
-            expected = manifest[split]["tokens"] * item_size
-            if (entry / f"{split}.tokens").stat().st_size != expected:
-                return None
-            if not (entry / f"{split}.starts.npy").is_file():
-                return None
-        return manifest
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _tokenize(
+    config: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    encoder: DocumentEncoder,
+    directory: Path,
+) -> None:
+    began = time.perf_counter()
+    threshold = split_threshold(source, config.validation_fraction)
+    with byte_progress(f"Tokenising {source.description}", source.total_bytes) as advance:
+        shard = write_shard(
+            directory,
+            source,
+            source.units(_WHOLE_FILES),
+            encoder,
+            vocab_size=tokenizer.vocab_size,
+            threshold=threshold,
+            skip_bad=config.on_bad_record == "skip",
+            num_threads=available_cpus(),
+            advance=advance,
+        )
+    about = about_corpus(config, source, tokenizer, encoder, threshold)
+    manifest = make_manifest(directory, [{"directory": ".", **shard}], **about)
+    write_manifest(directory, manifest)
+    note(describe_result(manifest, time.perf_counter() - began))
 
 
-def _open_stream(
-    entry: Path, split: str, manifest: dict[str, Any], tokenizer: Tokenizer
-) -> TokenStream:
-    dtype = np.dtype(manifest["dtype"])
-    file = entry / f"{split}.tokens"
-    if manifest[split]["tokens"]:
-        # A plain array over the mapped memory: slicing a np.memmap costs five times as much.
-        tokens = np.memmap(file, dtype, "r").view(np.ndarray)
-    else:
-        tokens = np.zeros(0, dtype)  # an empty file cannot be mapped
-    starts = np.load(entry / f"{split}.starts.npy")
-    return TokenStream(tokens, starts, tokenizer.start_id, tokenizer.pad_id)
+def _load_prepared(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Corpus:
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(
+            f"{folder} is a damaged prepared folder: remove it and prepare it again, or restore it"
+        )
+    if tokenizer.fingerprint != manifest["tokenizer_fingerprint"]:
+        raise UserError(
+            f"{folder} was prepared with another tokenizer ({manifest['tokenizer']}) than "
+            f"{tokenizer.name}: leave data.tokenizer out, or prepare it again"
+        )
+    defaults = DataConfig()
+    for key in _SETTLED:
+        value, settled = getattr(config, key), manifest["config"][key]
+        if value not in (settled, getattr(defaults, key)):
+            raise UserError(
+                f"{folder} was prepared with {key}={settled} but this run has data.{key}={value}: "
+                "leave it out, or prepare it again"
+            )
+    keeps_first = manifest["settings"]["keeps_first"]
+    if config.document_start != "auto" and keeps_first != (config.document_start == "none"):
+        raise UserError(
+            f"{folder} was prepared with document_start={manifest['config']['document_start']} "
+            f"but this run has data.document_start={config.document_start}: leave it out, or "
+            "prepare it again"
+        )
+    return _open(str(config.path), folder, manifest, config, tokenizer)
+
+
+def _open(
+    description: str,
+    directory: Path,
+    manifest: dict[str, Any],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+) -> Corpus:
+    def stream(split: str) -> TokenStream:
+        return open_stream(
+            directory,
+            split,
+            manifest["shards"],
+            np.dtype(manifest["dtype"]),
+            start_id=start_id(config, tokenizer),
+            pad_id=tokenizer.pad_id,
+        )
+
+    train, validation = stream("train"), stream("validation")
+    return Corpus(description, manifest["digest"], train, validation, manifest, directory)
+
+
+def prepared_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that lies in a prepared folder."""
+    return load_tokenizer_file(folder / TOKENIZER_FOLDER)

@@ -1,54 +1,58 @@
-"""Text and JSONL files, directories and glob patterns as a source of documents."""
+"""Files, directories and glob patterns as a source of documents."""
 
 import glob
-import gzip
-import io
 import json
 import os
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from ..errors import UserError
-from .cache import hash_of
-from .documents import Document, ReadReport
+from . import columnar, text_files
+from .cache import cache_directory, hash_of, publish
+from .documents import BadRecord, Document, ReadReport, Unit
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 # One text file alone becomes about 64 documents, so that a validation split and shuffling work;
 # a file among many is one document, however long, up to a size that memory bears.
 _PIECES_OF_ONE_FILE = 64
 _SMALLEST_PIECE = 4 * 1024
 _LARGEST_PIECE = 256 * 1024
 _LARGEST_DOCUMENT = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """A place in a file that is no document: the reason in a few words, and where and what."""
-
-    reason: str
-    name: str
-    detail: str
+_ROW_SUFFIXES = (
+    *columnar.PARQUET_SUFFIXES,
+    *columnar.ARROW_SUFFIXES,
+    *columnar.ARRAY_RECORD_SUFFIXES,
+)
+# What `datasets` writes beside its Arrow files.
+_DATASET_STATE = "state.json"
+_DATASET_SPLITS = "dataset_dict.json"
 
 
 class FileSource:
     """Documents from the files that a path or glob pattern names, in the order of their names.
 
-    A `.jsonl` or `.ndjson` file holds one document a line under the key `field`; any other file is
-    text. Both may be gzip-compressed (`.gz`). Text is taken as it is: no newline is translated.
+    A `.jsonl` or `.ndjson` file holds one record a line; a `.parquet` or `.arrow` file one a row,
+    an `.array_record` file one a record; any other file is text. Text and JSONL may be compressed
+    (`.gz`, `.zst`). Text is taken as it is: no newline is translated.
     """
 
-    def __init__(self, path: str, *, field: str = "text", on_bad_record: str = "error"):
+    def __init__(
+        self,
+        path: str,
+        *,
+        field: str = "text",
+        record_format: str = "text",
+        on_bad_record: str = "error",
+        cache_dir: str | None = None,
+    ):
         """Lists the files.
 
         Raises:
           UserError: nothing there, or not readable.
         """
         self.description = path
-        self._field = field
+        self._field, self._format = field, record_format
         self._skip = on_bad_record == "skip"
+        self._cache_dir = cache_dir
         self._files = _list_files(path)
         try:
             self._status = [file.stat() for file in self._files]
@@ -62,7 +66,26 @@ class FileSource:
             (str(file.resolve()), status.st_size, status.st_mtime_ns)
             for file, status in zip(self._files, self._status, strict=True)
         ]
-        return hash_of(kind="files", files=files, field=self._field, skip=self._skip)
+        how = {"field": self._field, "format": self._format, "skip": self._skip}
+        return hash_of(kind="files", files=files, **how)
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Parts of about `unit_bytes`; compressed files are not divided.
+
+        Where uncompressed text may be cut is found by going through the file once; that index is
+        kept in the cache directory under the file's name, size and modification time.
+        """
+        units = []
+        for number, file in enumerate(self._files):
+            size = self._status[number].st_size
+            try:
+                borders = self._borders(number, unit_bytes)
+            except OSError as error:
+                raise _unreadable(file, error) from error
+            for index, (begin, line) in enumerate(borders):
+                end = borders[index + 1][0] if index + 1 < len(borders) else None
+                units.append(Unit(number, begin, end, line, size // len(borders)))
+        return units
 
     def documents(self, report: ReadReport) -> Iterator[Document]:
         """Yields the documents; a bad record is an error or is counted, as configured.
@@ -70,39 +93,98 @@ class FileSource:
         Raises:
           UserError: one line with file, line or byte, and remedy.
         """
-        for file, status in zip(self._files, self._status, strict=True):
-            try:
-                with _open(file) as stream:
-                    for item in self._read(file, stream, status.st_size):
-                        if isinstance(item, Document):
-                            yield item
-                        elif self._skip:
-                            report.drop(item.reason, item.name)
-                        else:
-                            raise UserError(
-                                f"{item.name}: {item.detail}: "
-                                "correct it or set data.on_bad_record=skip"
-                            )
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise UserError(
-                    f"{file} is a damaged gzip file ({error}): restore or remove it"
-                ) from error
-            except OSError as error:
-                raise _unreadable(file, error) from error
+        for number, status in enumerate(self._status):
+            yield from self.read(Unit(number, 0, None, 1, status.st_size), report)
 
-    def _read(self, file: Path, stream: BinaryIO, size: int) -> Iterator[Document | BadRecord]:
-        if _is_jsonl(file):
-            return _read_jsonl(file, stream, self._field)
-        piece = _LARGEST_DOCUMENT
-        if len(self._files) == 1:
-            piece = min(max(size // _PIECES_OF_ONE_FILE, _SMALLEST_PIECE), _LARGEST_PIECE)
-        return _read_text(file, stream, piece)
+    def read(self, unit: Unit, report: ReadReport) -> Iterator[Document]:
+        """Yields the documents of one of `units`; otherwise as `documents`."""
+        file, last = self._files[unit.file], ""
+        try:
+            for item in self._items(file, unit):
+                last = f" behind {item.name}"
+                if isinstance(item, Document):
+                    yield item
+                elif self._skip:
+                    report.drop(item.reason, item.name)
+                else:
+                    raise UserError(
+                        f"{item.name}: {item.detail}: correct it or set data.on_bad_record=skip"
+                    )
+        except text_files.damage_errors() as error:
+            kind = "gzip" if file.suffix == ".gz" else "Zstandard"
+            raise UserError(
+                f"{file} is a damaged {kind} file{last} ({error}): restore or remove it"
+            ) from error
+        except OSError as error:
+            raise _unreadable(file, error) from error
+
+    def _items(self, file: Path, unit: Unit) -> Iterator[Document | BadRecord]:
+        part = {"begin": unit.begin, "end": unit.end}
+        if file.suffix in _ROW_SUFFIXES:
+            yield from columnar.read_rows(file, self._format, self._field, **part)
+            return
+        jsonl = text_files.is_jsonl(file)
+        if not jsonl and self._format != "text":
+            raise UserError(
+                f"{file} is read as text, which cannot hold data.format={self._format} records: "
+                "name JSONL, Parquet, Arrow or ArrayRecord files"
+            )
+        with text_files.open_text(file) as stream:
+            if unit.begin:
+                stream.seek(unit.begin)
+            part["line"] = unit.line
+            if jsonl:
+                yield from text_files.read_jsonl(file, stream, self._format, self._field, **part)
+            else:
+                yield from text_files.read_text(file, stream, self._piece(unit.file), **part)
+
+    def _piece(self, number: int) -> int:
+        if len(self._files) > 1:
+            return _LARGEST_DOCUMENT
+        size = self._status[number].st_size
+        return min(max(size // _PIECES_OF_ONE_FILE, _SMALLEST_PIECE), _LARGEST_PIECE)
+
+    def _borders(self, number: int, unit_bytes: int) -> list[tuple[int, int]]:
+        """(begin, first line) of the units of a file."""
+        file, status = self._files[number], self._status[number]
+        if status.st_size <= unit_bytes or text_files.is_compressed(file):
+            return [(0, 1)]
+        if file.suffix in _ROW_SUFFIXES:
+            borders, size = [(0, 1)], 0
+            for row, num_bytes in columnar.count_rows_of(file):
+                if size >= unit_bytes:
+                    borders.append((row, 1))
+                    size = 0
+                size += num_bytes
+            return borders
+        piece = self._piece(number)
+        key = hash_of(
+            kind="borders",
+            file=(str(file.resolve()), status.st_size, status.st_mtime_ns),
+            pieces=0 if text_files.is_jsonl(file) else piece,
+            unit_bytes=unit_bytes,
+        )
+        entry = cache_directory(self._cache_dir) / "indexes" / key
+        index = entry / "borders.json"
+        if not index.is_file():
+            with text_files.open_text(file) as stream:
+                if text_files.is_jsonl(file):
+                    borders = text_files.line_checkpoints(stream, unit_bytes)
+                else:
+                    borders = text_files.text_checkpoints(stream, piece, unit_bytes)
+            with publish(entry) as directory:
+                (directory / index.name).write_text(json.dumps(borders) + "\n")
+        return [(begin, line) for begin, line in json.loads(index.read_text())]
 
 
 def _list_files(path: str) -> list[Path]:
     """The regular files of a directory (hidden ones apart), of a pattern, or the one file."""
     root = Path(path).expanduser()
     if root.is_dir():
+        if (root / _DATASET_SPLITS).is_file():
+            root = _training_split(root)
+        if (root / _DATASET_STATE).is_file():
+            return _dataset_files(root)
         files = []
         for directory, directories, names in os.walk(root, onerror=_raise_unreadable):
             directories[:] = [name for name in directories if not name.startswith(".")]
@@ -122,6 +204,32 @@ def _list_files(path: str) -> list[Path]:
     return [root]
 
 
+def _training_split(root: Path) -> Path:
+    """The folder of the split "train" of a saved DatasetDict."""
+    splits = json.loads((root / _DATASET_SPLITS).read_text())["splits"]
+    if "train" not in splits:
+        raise UserError(
+            f"{root} is a dataset with the splits {', '.join(splits)} but no train: "
+            f"name one of them, data.path={root / splits[0]}"
+        )
+    return root / "train"
+
+
+def _dataset_files(root: Path) -> list[Path]:
+    """The Arrow files of a saved Dataset, in its order."""
+    try:
+        state = json.loads((root / _DATASET_STATE).read_text())
+        files = [root / entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{root / _DATASET_STATE} is not what `datasets` writes ({error}): save it again"
+        ) from error
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing from the saved dataset: save it again")
+    return files
+
+
 def _raise_unreadable(error: OSError) -> None:
     raise _unreadable(error.filename, error) from error
 
@@ -130,74 +238,3 @@ def _unreadable(file: str | Path, error: OSError) -> UserError:
     return UserError(
         f"cannot read {file} ({error.strerror or error}): correct data.path or the permissions"
     )
-
-
-def _is_jsonl(file: Path) -> bool:
-    return Path(file.name.removesuffix(".gz")).suffix in JSONL_SUFFIXES
-
-
-def _open(file: Path) -> BinaryIO:
-    if file.suffix == ".gz":
-        return io.BufferedReader(gzip.open(file, "rb"))  # type: ignore[arg-type]
-    return open(file, "rb")
-
-
-def _read_text(file: Path, stream: BinaryIO, piece: int) -> Iterator[Document | BadRecord]:
-    """The file in pieces of about `piece` bytes that end at line ends, named file:first_line."""
-    line, offset = 1, 0
-    while True:
-        content = stream.read(piece)
-        if len(content) == piece:
-            content += _rest_of_line(stream, piece)
-        if not content and offset:
-            return
-        name = str(file) if line == 1 else f"{file}:{line}"
-        try:
-            yield Document(name, content.decode())
-        except UnicodeDecodeError as error:
-            yield BadRecord("not UTF-8", name, f"byte {offset + error.start} is not UTF-8 text")
-        if not content:
-            return
-        line += content.count(b"\n")
-        offset += len(content)
-
-
-def _rest_of_line(stream: BinaryIO, limit: int) -> bytes:
-    """Up to the end of the line, or of the character when the line is longer than `limit`."""
-    rest = stream.readline(limit)
-    if rest and not rest.endswith(b"\n"):
-        for _ in range(3):  # a UTF-8 character has at most three continuation bytes
-            following = stream.read(1)
-            if not following:
-                break
-            if following[0] & 0xC0 != 0x80:
-                stream.seek(-1, io.SEEK_CUR)
-                break
-            rest += following
-    return rest
-
-
-def _read_jsonl(file: Path, stream: BinaryIO, field: str) -> Iterator[Document | BadRecord]:
-    """One document a line, named file:line. Blank lines are no records."""
-    for number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
-        name = f"{file}:{number}"
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError as error:
-            yield BadRecord("not UTF-8", name, f"byte {error.start} of the line is not UTF-8 text")
-            continue
-        except (json.JSONDecodeError, RecursionError) as error:
-            yield BadRecord("not JSON", name, f"the line is not JSON ({error})")
-            continue
-        text = record.get(field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else "no"
-            detail = f"no text under {field!r} (it has {keys}; data.field names the key)"
-            yield BadRecord("no text field", name, detail)
-            continue
-        try:
-            yield Document(name, text)
-        except UnicodeEncodeError:
-            yield BadRecord("not UTF-8", name, f"{field!r} holds half a surrogate pair")

@@ -18,6 +18,7 @@ _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
 _KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 _KNOWN_PAD = ("<pad>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -44,7 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._content = content
         self._settings = {
             name: (path.parent / name).read_bytes()
-            for name in _SETTINGS_FILES
+            for name in (*_SETTINGS_FILES, _TEMPLATE_FILE)
             if (path.parent / name).is_file()
         }
         self.name = str(path)
@@ -60,7 +61,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = eos_id
         pad_id = self._special("pad_token", _KNOWN_PAD)
         self.pad_id = eos_id if pad_id is None else pad_id
+        self.special_tokens = {
+            token["content"]: token["id"]
+            for token in specification.get("added_tokens", [])
+            if token["special"]
+        }
+        self.chat_template = self._template()
         self._lengths = self._count_bytes(vocabulary, specification, path)
+        self._fallback = self._find_fallback(vocabulary, specification)
         self.fingerprint = content_fingerprint(content)
         self.lossless = self.keeps(PROBE)
 
@@ -106,14 +114,45 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _special(self, key: str, known: Sequence[str]) -> int | None:
         """The id of a special token that the settings name, else of the first known name."""
-        for content in self._settings.values():
-            settings = json.loads(content)
+        for settings in self._read_settings():
             if key in settings:
                 token = settings[key]
                 token = token.get("content") if isinstance(token, dict) else token
                 return None if token is None else self._tokenizer.token_to_id(token)
         ids = (self._tokenizer.token_to_id(token) for token in known)
         return next((token_id for token_id in ids if token_id is not None), None)
+
+    def _read_settings(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(self._settings[name]) for name in _SETTINGS_FILES if name in self._settings
+        ]
+
+    def _template(self) -> str | None:
+        """The chat template of its own file, else of the settings (of several, "default")."""
+        if _TEMPLATE_FILE in self._settings:
+            return self._settings[_TEMPLATE_FILE].decode()
+        for settings in self._read_settings():
+            template = settings.get("chat_template")
+            if isinstance(template, list):
+                named = {entry["name"]: entry["template"] for entry in template}
+                template = named.get("default")
+            if isinstance(template, str):
+                return template
+        return None
+
+    def fallback_tokens(self) -> np.ndarray:
+        """bool [vocab_size]: the unknown token, and byte tokens of models that spell in them. A
+        byte-level vocabulary lacks nothing."""
+        return self._fallback.copy()
+
+    def _find_fallback(
+        self, vocabulary: dict[str, int], specification: dict[str, Any]
+    ) -> np.ndarray:
+        found = np.zeros(self.vocab_size, bool)
+        unknown = specification.get("model", {}).get("unk_token")
+        for piece, token in vocabulary.items():
+            found[token] = piece == unknown or _is_byte(piece)
+        return found
 
     def _count_bytes(
         self, vocabulary: dict[str, int], specification: dict[str, Any], path: Path
@@ -132,8 +171,12 @@ class HuggingFaceTokenizer(Tokenizer):
                 lengths[token] = 0 if added[token]["special"] else len(piece.encode())
             elif byte_level:
                 lengths[token] = len(piece)  # one character stands for one byte
-            elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            elif _is_byte(piece):
                 lengths[token] = 1
             else:
                 lengths[token] = len(piece.replace(_SPACE, " ").encode())
         return lengths
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")

@@ -2,7 +2,8 @@
 
 Batch k is a function of the corpus, the seed and k alone. Row r of batch k is row
 k * batch_size + r of an endless sequence that goes through all rows once an epoch, in a new global
-random order each. So the state is one number, and setting it is instant at any step.
+random order each; of a mixture, see mixture.py. So the state is one number, and setting it is
+instant at any step.
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import numpy as np
 
 from ..errors import UserError
 from .config import DataConfig
-from .corpus import Corpus, TokenStream, load_corpus
-from .packing import Batch, count_rows, pack_rows
+from .corpus import Corpus, load_corpus
+from .mixture import Mixture
+from .packing import Batch, Packing, make_packing
+from .progress import note
 from .shuffle import permute
 from .tokenizer import Tokenizer
 
@@ -32,18 +35,16 @@ class _BatchGroups:
 
     def __init__(
         self,
-        stream: TokenStream,
-        seed: int | None,
+        packings: list[Packing],
+        mixture: Mixture,
         *,
         first_row: int,
         batch_size: int,
         part: slice,
         sequence_length: int,
     ):
-        self._stream, self._seed = stream, seed
-        self._num_rows = count_rows(stream, sequence_length)
+        self._packings, self._mixture = packings, mixture
         self._first_row, self._batch_size, self._part = first_row, batch_size, part
-        self._sequence_length = sequence_length
         tokens_per_batch = (part.stop - part.start) * sequence_length
         self.batches_per_group = max(1, _TOKENS_PER_GROUP // tokens_per_batch)
 
@@ -54,17 +55,16 @@ class _BatchGroups:
         group_rows = self.batches_per_group * self._batch_size
         begin = self._first_row + int(index) * group_rows
         places = np.arange(begin, begin + group_rows).reshape(-1, self._batch_size)
-        rows = self._rows_at(places[:, self._part].ravel())
-        return pack_rows(self._stream, rows, self._sequence_length)
-
-    def _rows_at(self, places: np.ndarray) -> np.ndarray:
-        """The rows at these places of the endless sequence: a new permutation every epoch."""
-        epochs, rows = np.divmod(places, self._num_rows)
-        if self._seed is not None:
-            for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                rows[here] = permute(rows[here], self._num_rows, self._seed, epoch)
-        return rows
+        sources, rows = self._mixture.at(places[:, self._part].ravel())
+        if len(self._packings) == 1:
+            return self._packings[0].pack(rows)
+        group: Batch = {}
+        for source in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == source)
+            for key, values in self._packings[source].pack(rows[here]).items():
+                group.setdefault(key, np.empty((len(rows), values.shape[1]), values.dtype))
+                group[key][here] = values
+        return group
 
 
 class TrainIterator(Iterator[Batch]):
@@ -72,12 +72,16 @@ class TrainIterator(Iterator[Batch]):
 
     Attributes:
       corpus: the token streams and the manifest.
-      rows_per_epoch: rows after which every token has been a target once more.
+      packings: the rows of each source, with a `report()` of how full they are.
+      rows_per_epoch: rows after which every token has been a target once more; of a mixture by
+        epochs, those of a pass; of one by weight, the rows of all sources together.
     """
 
     def __init__(
         self,
         corpus: Corpus,
+        packings: list[Packing],
+        mixture: Mixture,
         *,
         batch_size: int,
         sequence_length: int,
@@ -88,10 +92,10 @@ class TrainIterator(Iterator[Batch]):
         part: slice,
     ):
         """`part` is the slice of each batch of `batch_size` rows that this process gets."""
-        self.corpus = corpus
-        self.rows_per_epoch = count_rows(corpus.train, sequence_length)
+        self.corpus, self.packings, self._mixture = corpus, packings, mixture
+        single = len(packings) == 1
+        self.rows_per_epoch = packings[0].num_rows if single else mixture.rows_per_pass
         self._batch_size, self._sequence_length, self._part = batch_size, sequence_length, part
-        self._seed = seed if shuffle else None
         self._options = grain.ReadOptions(
             num_threads=num_workers, prefetch_buffer_size=_GROUPS_AHEAD_PER_WORKER * num_workers
         )
@@ -101,6 +105,7 @@ class TrainIterator(Iterator[Batch]):
             "packing": packing,
             "shuffle": shuffle,
             "seed": seed,
+            "start_id": corpus.train.start_id,
         }
         self._rows_read = 0
         self._groups, self._batches = self._start()
@@ -157,8 +162,8 @@ class TrainIterator(Iterator[Batch]):
     def _start(self) -> tuple[grain.DatasetIterator, Iterator[Batch]]:
         """Groups from `rows_read` on, and the batches left of the current group: none."""
         groups = _BatchGroups(
-            self.corpus.train,
-            self._seed,
+            self.packings,
+            self._mixture,
             first_row=self._rows_read,
             batch_size=self._batch_size,
             part=self._part,
@@ -200,14 +205,25 @@ def make_train_iterator(
     """
     part = _part(batch_size, process_index, process_count)
     corpus = load_corpus(config, tokenizer)
-    rows = count_rows(corpus.train, sequence_length)
+    packings = [
+        make_packing(source.train, sequence_length, config.packing)
+        for source in corpus.parts or (corpus,)
+    ]
+    rows = sum(packing.num_rows for packing in packings)
     if rows < batch_size:
         raise UserError(
             f"{corpus.description} gives {rows} rows of {sequence_length} tokens, fewer than "
             f"batch_size={batch_size}: add text or reduce batch_size or sequence_length"
         )
+    for source, packing in zip(corpus.parts or (corpus,), packings, strict=True):
+        if not packing.num_rows:
+            raise UserError(f"{source.description} gives no row to train on: remove the source")
+        if config.packing != "concatenate":
+            note(f"data: packed {source.description} by {config.packing}: {packing.report()}")
     return TrainIterator(
         corpus,
+        packings,
+        _mixture(config, packings, seed),
         batch_size=batch_size,
         sequence_length=sequence_length,
         seed=seed,
@@ -239,7 +255,8 @@ def make_validation_batches(
     """
     part = _part(batch_size, process_index, process_count)
     corpus = load_corpus(config, tokenizer)
-    num_rows = count_rows(corpus.validation, sequence_length)
+    packing = make_packing(corpus.validation, sequence_length, config.packing)
+    num_rows = packing.num_rows
     if not num_rows:
         return []
     num_batches = -(-num_rows // batch_size)
@@ -248,9 +265,19 @@ def make_validation_batches(
     order = permute(np.arange(num_rows), num_rows, seed=0, epoch=0)
     padding = np.full(-num_rows % batch_size, num_rows)  # rows behind the last are padding
     return [
-        pack_rows(corpus.validation, rows[part], sequence_length)
+        packing.pack(rows[part])
         for rows in np.append(order, padding).reshape(-1, batch_size)[:num_batches]
     ]
+
+
+def _mixture(config: DataConfig, packings: list[Packing], seed: int) -> Mixture:
+    num_rows = [packing.num_rows for packing in packings]
+    used_seed = seed if config.shuffle else None
+    if config.sources and config.sources[0].epochs is not None:
+        epochs = [source.epochs or 0.0 for source in config.sources]
+        return Mixture(num_rows, epochs=epochs, seed=used_seed)
+    weights = [source.weight or 0.0 for source in config.sources] or [1.0]
+    return Mixture(num_rows, weights=weights, seed=used_seed)
 
 
 def _part(batch_size: int, process_index: int, process_count: int) -> slice:

@@ -52,6 +52,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
         self.pad_id = processor.pad_id() if processor.pad_id() >= 0 else self.eos_id
         self.fingerprint = content_fingerprint(content)
+        self.special_tokens = {
+            processor.id_to_piece(token): token
+            for token in range(self.vocab_size)
+            if processor.is_control(token)
+        }
         bytes_as_pieces = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         has_bytes = all(processor.is_byte(token) for token in bytes_as_pieces)
         self._space_ids = [bytes_as_pieces[byte] for byte in _SPACE.encode()]
@@ -104,6 +109,12 @@ class SentencePieceTokenizer(Tokenizer):
             elif not processor.is_control(token) and not processor.is_unknown(token):
                 lengths[token] = len(processor.id_to_piece(token).replace(_SPACE, " ").encode())
         return lengths
+
+    def fallback_tokens(self) -> np.ndarray:
+        """bool [vocab_size]: unknown and byte tokens."""
+        processor = self._processor
+        kinds = (processor.is_byte, processor.is_unknown)
+        return np.array([any(kind(i) for kind in kinds) for i in range(self.vocab_size)])
 
     def _is_plain(self, text: str) -> bool:
         """Whether the library may take `text` whole. A model that prefixes or normalises always

@@ -3,8 +3,9 @@
 import abc
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -33,6 +34,9 @@ class Tokenizer(abc.ABC):
       eos_id: id of the end of a document.
       pad_id: id that fills rows; equal to eos_id for a tokenizer without one of its own.
       fingerprint: a hash of everything that determines the ids.
+      special_tokens: id by spelling of the tokens that no text is encoded to; what a chat template
+        may write.
+      chat_template: the Jinja template that came with the tokenizer, or None.
       lossless: decode(encode(text)) == text and the byte lengths are exact, as far as a probe of
         spaces, newlines and compatibility characters tells.
     """
@@ -43,6 +47,8 @@ class Tokenizer(abc.ABC):
     eos_id: int
     pad_id: int
     fingerprint: str
+    special_tokens: Mapping[str, int] = MappingProxyType({})
+    chat_template: str | None = None
     lossless: bool
 
     @property
@@ -70,6 +76,11 @@ class Tokenizer(abc.ABC):
         Summed over the ids of a text it is the text's length in UTF-8, exactly, for a lossless
         tokenizer. So bits per byte = nats summed over targets / (ln 2 x bytes summed over targets).
         """
+
+    def fallback_tokens(self) -> np.ndarray:
+        """bool [vocab_size]: the unknown token, and those of single bytes that spell out what the
+        vocabulary lacks. None here."""
+        return np.zeros(self.vocab_size, bool)
 
     @abc.abstractmethod
     def save(self, directory: str | Path) -> Path:

@@ -17,6 +17,12 @@ FILES = [
     for file in sorted((FOLDER / group).iterdir(), key=lambda file: file.name)
 ]
 CHOICES = {group: [name for other, name in FILES if other == group] for group in GROUPS}
+NEEDED = {
+    ("data", "text"): ["data.path=/corpus"],
+    ("data", "chat"): ["data.path=/chats"],
+    ("data", "prompt_completion"): ["data.path=/pairs"],
+    ("data", "mixture"): ["data.sources=[{path: /a, weight: 1}, {path: /b, weight: 2}]"],
+}
 
 
 def paths(values: dict, prefix: str) -> list[str]:
@@ -39,7 +45,7 @@ def test_file_says_what_it_is_and_has_only_known_keys(group: str, name: str):
 
 @pytest.mark.parametrize("group, name", FILES)
 def test_file_makes_its_dataclass(group: str, name: str):
-    needed = ["data.path=/corpus"] if (group, name) == ("data", "text") else []
+    needed = NEEDED.get((group, name), [])
     config = configs.load([f"{group}={name}", *needed])
     assert configs.from_dict(yaml.safe_load(configs.to_yaml(config))) == config
 

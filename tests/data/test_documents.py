@@ -1,6 +1,6 @@
 import pytest
 
-from fp4zoo.data.documents import Document, ReadReport, kept_documents, split_threshold
+from fp4zoo.data.documents import Document, ReadReport, all_kept, split_threshold
 from fp4zoo.errors import UserError
 
 
@@ -28,9 +28,9 @@ def validation(texts, fraction):
 
 def test_read_is_kept_plus_dropped():
     report = ReadReport()
-    texts = [document.text for document in kept_documents(Texts(["a", "", "b", "a", ""]), report)]
+    texts = [document.text for document in all_kept(Texts(["a", "", "b", "a", ""]), report)]
     assert texts == ["a", "b", "a"]
-    assert (report.read, report.kept, report.duplicates) == (5, 3, 1)
+    assert (report.read, report.kept) == (5, 3)
     assert report.read == report.kept + report.dropped.total()
     assert report.examples == {"empty": "1"}
 

@@ -163,7 +163,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("fp4zoo.data.files._open", refuse)  # root may read every file
+    monkeypatch.setattr("fp4zoo.data.text_files.open_text", refuse)  # root may read every file
     with pytest.raises(UserError, match=r"cannot read .*secret\.txt \(Permission denied\)"):
         read(path)
 

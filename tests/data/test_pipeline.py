@@ -154,7 +154,7 @@ def test_an_error_in_a_worker_reaches_the_consumer_at_once(byte_config, monkeypa
     def fail(*_):
         raise MemoryError("no room for a batch")
 
-    monkeypatch.setattr("fp4zoo.data.pipeline.pack_rows", fail)
+    monkeypatch.setattr("fp4zoo.data.packing.Concatenated.pack", fail)
     began = time.perf_counter()
     with pytest.raises(MemoryError, match="no room for a batch"):
         next(iterator)
