@@ -36,7 +36,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 
 def wrong_value(key: Key) -> str:
-    if get_origin(key.annotation) is Literal or key.annotation in (int, float, bool):
+    if get_origin(key.annotation) in (Literal, tuple) or key.annotation in (int, float, bool):
         return "banana"
     return "[1,{a: 2}]"
 
