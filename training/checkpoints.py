@@ -39,6 +39,7 @@ class Checkpoints:
         """run_directory: holds `checkpoints/`, which is created. keep: newest checkpoints kept."""
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # failures are raised, and told once
         self.directory = run_directory.absolute() / FOLDER
+        self._is_saving = False
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -87,20 +88,20 @@ class Checkpoints:
                 CONFIG: ocp.args.JsonSave(config),  # pyright: ignore
             }
         )
+        self._is_saving = True
         try:
             self._manager.save(step, args=items)
         except Exception as error:  # Orbax raises whatever the file system or tensorstore did
             raise self._failure(error) from error
 
     def check(self) -> None:
-        """Raises TrainingFailure if a save in the background has failed."""
-        try:
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise self._failure(error) from error
+        """Raises TrainingFailure if a save in the background has failed; does not wait for one."""
+        if self._is_saving and not self._manager.is_saving_in_progress():
+            self.wait()  # ended, well or not: Orbax tells only who waits
 
     def wait(self) -> None:
         """Waits until the newest checkpoint is complete; raises TrainingFailure if it cannot be."""
+        self._is_saving = False
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -146,8 +147,8 @@ class Checkpoints:
         )
 
     def _newest(self) -> str:
-        newest = self.latest_step()
-        return "there is none" if newest is None else f"the newest complete one is of step {newest}"
+        steps = [int(step.name) for step in _complete(self.directory)]  # Orbax counts failed saves
+        return f"the newest complete one is of step {max(steps)}" if steps else "there is none"
 
 
 @jax.jit
@@ -179,13 +180,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if (path / PARAMETERS).is_dir() and path.name.isdigit():
         return path
     folders = (path / FOLDER, path)
-    steps = [
-        step
-        for folder in folders
-        if folder.is_dir()
-        for step in folder.iterdir()
-        if step.name.isdigit() and (step / PARAMETERS).is_dir()
-    ]
+    steps = [step for folder in folders for step in _complete(folder)]
     if not steps:
         what = "holds no complete checkpoint" if path.exists() else "does not exist"
         raise UserError(
@@ -193,6 +188,14 @@ def find_checkpoint(path: str | Path) -> Path:
             f"{path}; give a run's folder, its checkpoints folder or one step's folder"
         )
     return max(steps, key=lambda step: int(step.name))
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The step folders in a folder of checkpoints; an incomplete one has another name."""
+    if not folder.is_dir():
+        return []
+    named = [step for step in folder.iterdir() if step.name.isdigit()]
+    return [step for step in named if (step / PARAMETERS).is_dir()]
 
 
 def read_shapes(step_directory: Path) -> dict[str, tuple[int, ...]]:

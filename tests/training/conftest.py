@@ -64,7 +64,7 @@ class Trainer:
 
 @pytest.fixture(scope="session")
 def trainer():
-    """Makes a Trainer with the options a test needs; equal ones are shared, as they never change."""
+    """Makes a Trainer with the options a test needs; equal ones are shared: they never change."""
     return functools.cache(Trainer)
 
 

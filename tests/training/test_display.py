@@ -7,7 +7,8 @@ from fp4zoo.training.display import Display, duration
 
 
 def row(step, **changes):
-    return {"step": step, "loss": 3.25, "tokens_per_second": 1234.5, "loss_scale": 32768.0, **changes}
+    numbers = {"loss": 3.25, "tokens_per_second": 1234.5, "loss_scale": 32768.0}
+    return {"step": step, **numbers, **changes}
 
 
 def show(*, terminal):

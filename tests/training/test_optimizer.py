@@ -45,7 +45,9 @@ def test_biases_and_norm_scales_do_not_decay_even_when_stacked():
         "embedding": {"embedding": jnp.ones((8, 4))},
         "blocks": {
             "middle": {
-                "attention": {"qkv": {"kernel": jnp.ones((2, 4, 1, 3, 4)), "bias": jnp.ones((2, 1, 3, 4))}},
+                "attention": {
+                    "qkv": {"kernel": jnp.ones((2, 4, 1, 3, 4)), "bias": jnp.ones((2, 1, 3, 4))}
+                },
                 "attention_norm": {"scale": jnp.ones((2, 4))},
                 "mlp": {"moe": {"router": jnp.ones((2, 4, 3))}},
             }
@@ -60,7 +62,9 @@ def test_biases_and_norm_scales_do_not_decay_even_when_stacked():
 
 
 def test_one_update_is_adamw():
-    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5, schedule="constant")
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, weight_decay=0.5, schedule="constant"
+    )
     optimizer = make_optimizer(config, make_schedule(config, 10))
     parameters = {"kernel": jnp.asarray([2.0]), "bias": jnp.asarray([2.0])}
     gradients = {"kernel": jnp.asarray([3.0]), "bias": jnp.asarray([3.0])}
