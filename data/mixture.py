@@ -48,6 +48,11 @@ class Mixture:
         """By epochs: places of a pass. By weight: rows of all sources together."""
         return self._length if self._shuffled_pass else int(self._num_rows.sum())
 
+    @property
+    def shares(self) -> list[float]:
+        """Each source's share of the places."""
+        return (self._counts / self._length).tolist()
+
     def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sources [N] and their rows [N] at places [N]."""
         passes, offsets = np.divmod(places, self._length)

@@ -127,6 +127,11 @@ class TrainIterator(Iterator[Batch]):
         """Times that the training split has been read."""
         return self._rows_read / self.rows_per_epoch
 
+    @property
+    def shares(self) -> list[float]:
+        """Each source's share of the rows."""
+        return self._mixture.shares
+
     def get_state(self) -> dict[str, Any]:
         """JSON-able: the rows read by all processes together, and what determines their order."""
         return {"rows_read": self._rows_read, **self._determines}

@@ -1,0 +1,55 @@
+"""Settings on the command lines of this package, written as train.py's: data.key=value."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+import yaml
+
+from ..errors import UserError, did_you_mean
+from .config import DataConfig
+
+_WORDS = {
+    float: "a number",
+    bool: "true or false",
+    int: "a whole number",
+    int | None: "a whole number or null",
+}
+
+
+def config_from_arguments(arguments: Sequence[str]) -> DataConfig:
+    """The configuration of `data.key=value` arguments, each value in YAML.
+
+    Raises:
+      UserError: one line that names the argument.
+    """
+    types = get_type_hints(DataConfig)
+    names = [f"data.{field.name}" for field in dataclasses.fields(DataConfig)]
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            raise UserError(f"{argument}: write key=value, such as data.path=FILE")
+        if key not in names:
+            raise UserError(f"unknown key {key!r}{did_you_mean(key, names)}")
+        name = key.removeprefix("data.")
+        values[name] = _value(key, text, types[name])
+    return DataConfig(**values)
+
+
+def _value(key: str, text: str, kind: Any) -> Any:
+    if kind in (str, str | None):
+        return None if text in ("null", "") and kind is not str else text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{key}={text}: expected a value as YAML writes it") from error
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if key == "data.sources":
+        if not isinstance(value, list):
+            raise UserError(f"{key}={text}: expected a list: [{{path: FILE, weight: 1}}, ...]")
+        return tuple(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{key}={text}: expected {_WORDS[kind]}")
+    return value

@@ -1,0 +1,277 @@
+"""Tokenises text once: `python -m fp4zoo.data.prepare DIRECTORY data.path=... data.tokenizer=...`.
+
+The folder then stands for the text: `python train.py data=text data.path=DIRECTORY`. It holds
+
+    plan.json        what is prepared, and which documents go into which shard
+    tokenizer/       the tokenizer, which train.py takes from here
+    00000/, ...      a shard each, see streams.py; written by several processes, whole or not at all
+    manifest.json    written last: counts, hashes, the configuration
+
+A command that was stopped goes on where it was when it is given again. Exit status: 0 when the
+folder is complete, 2 for a mistake (one line on standard error), 130 when interrupted.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .arguments import config_from_arguments
+from .cache import hash_of, publish
+from .config import DataConfig
+from .corpus import about_corpus, available_cpus, describe_result, prepared_tokenizer
+from .default_tokenizer import load_tokenizer
+from .documents import Unit, split_threshold
+from .encoding import DocumentEncoder
+from .manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    TOKENIZER_FOLDER,
+    make_manifest,
+    read_manifest,
+    write_manifest,
+)
+from .progress import byte_progress, note
+from .shards import write_shard
+from .sources import PLAN_FILE, open_source, prepared_folder
+
+_SHARD_FILE = "shard.json"
+_DEFAULT_VOCABULARY = 32_768
+_NO_LIMIT = 1 << 40
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that a process needs to write one shard."""
+
+    folder: Path
+    name: str
+    units: list[Unit]
+    config: DataConfig
+    threshold: int
+    fingerprint: str
+
+
+def prepare(
+    config: DataConfig,
+    folder: Path,
+    *,
+    vocab_size: int | None = None,
+    shard_megabytes: int = 64,
+    num_processes: int | None = None,
+) -> dict[str, Any]:
+    """Tokenises `config`'s source into `folder`; goes on with what an earlier call left unfinished.
+
+    Args:
+      config: one source; `sources` has to be empty.
+      folder: where to; new, empty, or of the same preparation.
+      vocab_size: of a tokenizer that is trained (None: 32768), and the most that a given one may
+        have (None: any).
+      shard_megabytes: about how much of the source's bytes go into a shard.
+      num_processes: that encode; None: one per CPU.
+
+    Returns:
+      The manifest.
+
+    Raises:
+      UserError: the folder holds something else, or the source or the tokenizer is at fault.
+    """
+    if config.sources:
+        raise UserError(
+            "data.sources: prepare each source into a folder of its own, and list the folders in "
+            "data.sources for train.py"
+        )
+    began = time.perf_counter()
+    source = open_source(config)
+    key = hash_of(
+        format=FORMAT,
+        source=source.fingerprint(),
+        config={**dataclasses.asdict(config), "cache_dir": None, "num_workers": 0},
+        vocab_size=vocab_size,
+        shard_megabytes=shard_megabytes,
+    )
+    plan = _plan(config, folder, key, vocab_size, shard_megabytes)
+    tokenizer = prepared_tokenizer(folder)
+    threshold = plan["threshold"]
+    shards: dict[str, list[Unit]] = {
+        name: [Unit(**unit) for unit in units] for name, units in plan["shards"].items()
+    }
+    jobs = [
+        _Job(folder, name, units, config, threshold, source.fingerprint())
+        for name, units in shards.items()
+        if not (folder / name / _SHARD_FILE).is_file()
+    ]
+    done = len(shards) - len(jobs)
+    if done:
+        note(f"data: {done} of {len(shards)} shards of {folder} are there already")
+    if read_manifest(folder) is None or jobs:
+        _write_shards(jobs, f"Tokenising {source.description}", num_processes or available_cpus())
+        written = [
+            {"directory": name, **json.loads((folder / name / _SHARD_FILE).read_text())}
+            for name in shards
+        ]
+        encoder = DocumentEncoder(config, tokenizer)
+        about = about_corpus(config, source, tokenizer, encoder, threshold)
+        manifest = make_manifest(folder, written, **about)
+        write_manifest(folder, manifest)
+        for left in folder.glob("*.partial-*"):  # of an earlier command that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        note(describe_result(manifest, time.perf_counter() - began))
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder} was changed while it was written: remove it and start again")
+    return manifest
+
+
+def _plan(
+    config: DataConfig, folder: Path, key: str, vocab_size: int | None, shard_megabytes: int
+) -> dict[str, Any]:
+    """The plan in the folder if it is the same preparation's, else a new one with the tokenizer."""
+    file = folder / PLAN_FILE
+    if file.is_file():
+        plan = json.loads(file.read_text())
+        if plan["key"] != key:
+            raise UserError(
+                f"{folder} holds another preparation (other files or settings): remove it, or name "
+                "another folder"
+            )
+        return plan
+    partial = file.with_suffix(".partial")
+    if folder.exists() and not _is_empty(folder, {TOKENIZER_FOLDER, partial.name}):
+        raise UserError(f"{folder} is not an empty folder: name another")
+    limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
+    tokenizer = load_tokenizer(config, vocab_size or limit)
+    DocumentEncoder(config, tokenizer)  # complains before anything is written
+    source = open_source(config)
+    groups: list[list[Unit]] = []
+    shard_bytes, size = shard_megabytes << 20, 0
+    for unit in source.units(shard_bytes):
+        size += unit.num_bytes
+        if groups and size <= shard_bytes:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+            size = unit.num_bytes
+    plan = {
+        "key": key,
+        "threshold": split_threshold(source, config.validation_fraction),
+        "shards": {
+            f"{number:05d}": [dataclasses.asdict(unit) for unit in units]
+            for number, units in enumerate(groups)
+        },
+    }
+    try:
+        (folder / TOKENIZER_FOLDER).mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder / TOKENIZER_FOLDER)
+        partial.write_text(json.dumps(plan) + "\n")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder} ({error.strerror or error}): name a folder with room"
+        ) from error
+    return plan
+
+
+def _is_empty(folder: Path, but_for: set[str]) -> bool:
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= but_for
+
+
+def _write_shards(jobs: list[_Job], description: str, num_processes: int) -> None:
+    total = sum(unit.num_bytes for job in jobs for unit in job.units)
+    with byte_progress(description, total) as advance:
+        if num_processes == 1 or len(jobs) < 2:
+            for job in jobs:
+                advance(_write_shard(job, available_cpus() if num_processes > 1 else 1))
+            return
+        # Spawned, not forked: the parent has threads.
+        context = multiprocessing.get_context("spawn")
+        number = min(num_processes, len(jobs))
+        with concurrent.futures.ProcessPoolExecutor(number, mp_context=context) as pool:
+            waiting = [pool.submit(_write_shard, job, 1) for job in jobs]
+            try:
+                for finished in concurrent.futures.as_completed(waiting):
+                    advance(finished.result())
+            except concurrent.futures.process.BrokenProcessPool as error:
+                raise UserError(
+                    "a process that tokenises was killed (out of memory?): give the command again "
+                    "to go on, with fewer --processes"
+                ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _write_shard(job: _Job, num_threads: int) -> int:
+    """Writes one shard and returns the bytes of its units."""
+    source = open_source(job.config)
+    if source.fingerprint() != job.fingerprint:
+        raise UserError(f"{source.description} changed while it was read: start again elsewhere")
+    tokenizer = prepared_tokenizer(job.folder)
+    with publish(job.folder / job.name) as directory:
+        shard = write_shard(
+            directory,
+            source,
+            job.units,
+            DocumentEncoder(job.config, tokenizer),
+            vocab_size=tokenizer.vocab_size,
+            threshold=job.threshold,
+            skip_bad=job.config.on_bad_record == "skip",
+            num_threads=num_threads,
+            advance=lambda _: None,
+        )
+        (directory / _SHARD_FILE).write_text(json.dumps(shard) + "\n")
+    return sum(unit.num_bytes for unit in job.units)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (None: sys.argv's) and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp4zoo.data.prepare",
+        description="Tokenises text once into a folder that train.py takes as data.path.",
+    )
+    parser.add_argument("folder", type=Path, help="where to; given again, the command goes on")
+    parser.add_argument("settings", nargs="*", help="data.path=... and other keys of train.py's")
+    parser.add_argument("--vocab-size", type=int, help="of a trained tokenizer (default 32768)")
+    parser.add_argument("--shard-megabytes", type=int, default=64, help="of text per shard")
+    parser.add_argument("--processes", type=int, help="default: one per CPU")
+    arguments = parser.parse_args(argv)
+    try:
+        config = config_from_arguments(arguments.settings)
+        if prepared_folder(config.path) is not None:
+            raise UserError(f"data.path={config.path} is prepared already")
+        for option in ("vocab_size", "shard_megabytes", "processes"):
+            value = getattr(arguments, option)
+            if value is not None and value < 1:
+                raise UserError(f"--{option.replace('_', '-')}={value}: give 1 or more")
+        manifest = prepare(
+            config,
+            arguments.folder,
+            vocab_size=arguments.vocab_size,
+            shard_megabytes=arguments.shard_megabytes,
+            num_processes=arguments.processes,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: give the same command again to go on", file=sys.stderr)
+        return 130
+    print(
+        f"{arguments.folder}: {len(manifest['shards'])} shards, "
+        f"{manifest['train']['tokens']:,} training tokens, "
+        f"{manifest['validation']['tokens']:,} held out, digest {manifest['digest']}; "
+        f"{MANIFEST_FILE} tells the rest"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
