@@ -23,10 +23,10 @@ _default_bias_init = nnx.initializers.zeros_init()
 class NVFP4Dense(nnx.Module):
     """y = x @ kernel + bias, its forward and backward GEMMs in the recipe's precision.
 
-    A drop-in for `flax.nnx.Linear`: the same arguments plus `recipe`, the same `kernel` and `bias`.
-    The master weight and its gradient are float32 (`param_dtype`); blocks of 16 run along the
-    contracted axis of each GEMM, so `in_features` and the last of `out_features` are multiples of
-    16 for an FP4 recipe.
+    A drop-in for `flax.nnx.Linear`: its arguments (but those that replace its matmul) plus
+    `recipe`, the same `kernel` and `bias`, the same initial values from a seed. The master weight
+    and its gradient are float32 (`param_dtype`); blocks of 16 run along the contracted axis of each
+    GEMM, so `in_features` and the last of `out_features` are multiples of 16 for an FP4 recipe.
 
     kernel: [in_features, *out_features]; bias: [*out_features] or None.
     Source of the recipe: arXiv 2509.25149.

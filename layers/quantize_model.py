@@ -5,12 +5,19 @@ from typing import Any, Literal, TypeVar
 
 import jax
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from ..numerics import Recipe, get_recipe
 from .dense import NVFP4Dense
 from .rounding import RoundingStream
 
 Model = TypeVar("Model", bound=nnx.Module)
+# What an nnx.Linear can replace of its own matmul, and NVFP4Dense cannot.
+_LINEAR_DEFAULTS = {
+    "dot_general": jax.lax.dot_general,
+    "promote_dtype": dtypes.promote_dtype,
+    "preferred_element_type": None,
+}
 
 
 def quantize_model(
@@ -33,7 +40,8 @@ def quantize_model(
     rngs: seeds the stochastic rounding; nnx.Rngs(0) when absent.
 
     Raises ValueError when nothing matches, when a layer's dimensions do not fit the recipe's
-    blocks, and for an `nnx.Linear` with a `dot_general` of its own.
+    blocks, for an `nnx.Linear` with a `dot_general`, `promote_dtype` or `preferred_element_type` of
+    its own, and for one in a container whose entries cannot be replaced.
     """
     recipe = get_recipe(recipe)
     rngs = nnx.Rngs(0) if rngs is None else rngs
@@ -49,7 +57,15 @@ def quantize_model(
         id(linears[path]): _convert(linears[path], recipe, _name(path), on_unsupported, rngs)
         for path in chosen
     }
-    return _swap(model, layers, visited=set())
+    swapped = _swap(model, layers, visited=set())
+    left = [path for path, node in nnx.iter_graph(swapped) if id(node) in layers]
+    if left:
+        names = ", ".join(map(_name, left))
+        raise ValueError(
+            f"cannot swap {names}: it stands in a container that is neither module, list, dict nor "
+            "tuple; exclude it"
+        )
+    return swapped
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -70,10 +86,11 @@ def _convert(
     rngs: nnx.Rngs,
 ) -> NVFP4Dense:
     """An NVFP4Dense that holds the very variables of `linear`, with stacked ones (nnx.vmap) too."""
-    if linear.dot_general is not jax.lax.dot_general:
-        raise ValueError(
-            f"{name}: an nnx.Linear with its own dot_general cannot be swapped: exclude it"
-        )
+    for option, default in _LINEAR_DEFAULTS.items():
+        if getattr(linear, option) is not default:
+            raise ValueError(
+                f"{name}: an nnx.Linear with its own {option} cannot be swapped: exclude it"
+            )
 
     def create() -> NVFP4Dense:
         return NVFP4Dense(
@@ -84,6 +101,7 @@ def _convert(
             param_dtype=linear.param_dtype,
             precision=linear.precision,
             recipe=recipe,
+            rounding="explicit",
             on_unsupported=on_unsupported,
             name=name,
             rngs=nnx.Rngs(0),
@@ -91,8 +109,9 @@ def _convert(
 
     dense = nnx.eval_shape(create)  # no memory for parameters that are replaced at once
     dense.kernel, dense.bias = linear.kernel, linear.bias
-    stream = RoundingStream.create("stream", dense.recipe, rngs, stacked=linear.kernel.shape[:-2])
-    dense.rounding = nnx.data(stream)
+    if dense.recipe.uses_stochastic_rounding:
+        stream = RoundingStream(rngs.stochastic_rounding(), stacked=linear.kernel.shape[:-2])
+        dense.rounding = nnx.data(stream)
     return dense
 
 
@@ -106,7 +125,7 @@ def _swap(node: Any, layers: dict[int, NVFP4Dense], visited: set[int]) -> Any:
     elif isinstance(node, tuple) and type(node) is tuple:
         swapped = [_swap(child, layers, visited) for child in node]
         return node if all(a is b for a, b in zip(swapped, node, strict=True)) else tuple(swapped)
-    elif isinstance(node, nnx.Module) and id(node) not in visited:
+    elif isinstance(node, nnx.Pytree) and id(node) not in visited:
         visited.add(id(node))
         for key, child in list(vars(node).items()):
             new = _swap(child, layers, visited)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .backends import emulated_grouped as backend
 from .formats import BLOCK
-from .linear import rounding_words
+from .linear import check_operands, rounding_words
 from .random_bits import content_hash, fold
 from .recipe import Recipe
 
@@ -37,6 +37,7 @@ def grouped_linear(
             f"grouped_linear needs x [tiles, rows, K] with rows a multiple of {BLOCK} and kernel "
             f"[experts, K, N], got {x.shape} and {kernel.shape}"
         )
+    check_operands(recipe, x, kernel.shape[1], kernel.shape[-1])
     words = rounding_words(recipe, key, content_seeded)
     return _grouped(recipe, content_seeded, x, kernel, tile_expert, num_tiles, words)
 

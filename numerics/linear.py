@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .backends import emulated as backend
+from .formats import BLOCK
 from .random_bits import content_hash, fold, key_words
 from .recipe import Recipe
 
@@ -36,19 +37,32 @@ def linear(
     key (a layer whose key is not advanced, or no key at all) still draw different bits for
     different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
 
-    Raises ValueError when the recipe rounds stochastically and neither is given.
+    Raises ValueError for operands that do not fit, and when the recipe rounds stochastically but
+    neither key nor content_seeded is given.
     """
     if kernel.ndim < 2 or x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"linear needs x [..., K] and kernel [K, N], got {x.shape} and {kernel.shape}: the "
             "last axis of x must equal the first of the kernel"
         )
+    check_operands(recipe, x, kernel.shape[0], kernel.shape[-1])
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
         return jax.lax.dot_general(
             x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
         ).astype(x.dtype)
     return _linear(recipe, content_seeded, x, kernel, rounding_words(recipe, key, content_seeded))
+
+
+def check_operands(recipe: Recipe, x: jax.Array, in_features: int, out_features: int) -> None:
+    """Raises ValueError for an x that is not float and for lengths that blocks do not divide."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"a linear layer needs a float x, got {x.dtype}: cast it first")
+    if recipe.uses_fp4 and (in_features % BLOCK or out_features % BLOCK):
+        raise ValueError(
+            f"recipe {recipe.name!r} needs multiples of {BLOCK}, got {in_features} features in and "
+            f'{out_features} out: pad them, or use recipe "bf16"'
+        )
 
 
 def rounding_words(recipe: Recipe, key: jax.Array | None, content_seeded: bool) -> jax.Array:

@@ -91,15 +91,8 @@ def quantize(
     if rounding == "stochastic" and key is not None:
         bits = random_bits(key_words(key), x.shape)
     x = x.astype(jnp.float32)
-    if x.size == 0:
-        amax_bits = jnp.zeros((), jnp.int32)
-        block_bits = jnp.zeros(
-            [n // BLOCK if a - x.ndim in axes else n for a, n in enumerate(x.shape)], jnp.int32
-        )
-    else:
-        block_bits = block_amax_bits(x, axes)
-        amax_bits = jnp.max(block_bits)
-    amax = from_bits(amax_bits)
+    block_bits = block_amax_bits(x, axes)
+    amax = from_bits(jnp.max(block_bits, initial=0))
     scales, multiplier = block_scales(from_bits(block_bits), amax)
     scaled = scale_blocks(x, multiplier, axes)
     values = round_e2m1(scaled) if bits is None else round_e2m1_stochastic(scaled, bits)

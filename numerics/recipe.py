@@ -51,6 +51,12 @@ class Recipe:
                     f"recipe {self.name!r}: the Hadamard transform must be on both {left} and "
                     f"{right} or on neither: it cancels only in the product of the two"
                 )
+        for operand in ("fprop_x", "dgrad_g", "wgrad_x", "wgrad_g"):
+            if getattr(self, operand).two_dimensional:
+                raise ValueError(
+                    f"recipe {self.name!r}: {operand} has {BLOCK} x {BLOCK} blocks, which are for "
+                    "weights: a row of them would mix tokens; use 1 x 16"
+                )
         for operand in ("fprop_x", "fprop_w"):
             if getattr(self, operand).stochastic:
                 raise ValueError(
