@@ -134,7 +134,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 def _open_parquet(file: Path) -> Any:
     arrow = needs("pyarrow", file)
     try:
-        return needs("pyarrow.parquet", file).ParquetFile(file)
+        return needs("pyarrow.parquet", file).ParquetFile(file, page_checksum_verification=True)
     except (arrow.ArrowInvalid, arrow.ArrowKeyError) as error:
         raise _damaged(file, error) from error
 
@@ -190,12 +190,12 @@ def _read_array_record(
     reader = _open_array_record(file)
     try:
         number = reader.num_records()
-        end = number if end is None else min(end, number)
-        if begin >= end:
+        last = number if end is None else min(end, number)
+        if begin >= last:
             return
         is_json = record_format != "text" or bytes(reader.read([0])[0])[:1] == b"{"
-        for first in range(begin, end, _RECORDS):
-            records = reader.read(first, min(first + _RECORDS, end))
+        for first in range(begin, last, _RECORDS):
+            records = reader.read(first, min(first + _RECORDS, last))
             for row, content in enumerate(records, first + 1):
                 name = f"{file}:{row}"
                 if is_json:

@@ -119,9 +119,8 @@ class DataConfig:
         _check_shares(sources)
 
     def single(self) -> list["DataConfig"]:
-        """A configuration of `path` alone for each source; [self] without `sources`."""
-        if not self.sources:
-            return [self]
+        """A configuration of `path` alone for each source; of `path` without `sources`."""
+        sources = self.sources or (SourceConfig(path=self.path),)
         return [
             dataclasses.replace(
                 self,
@@ -130,7 +129,7 @@ class DataConfig:
                 field=source.field or self.field,
                 format=source.format or self.format,
             )
-            for source in self.sources
+            for source in sources
         ]
 
 

@@ -12,9 +12,9 @@ class Mixture:
     """Maps a place of the endless sequence to a source and one of its rows.
 
     By weight: places come in cycles of 65536, in each of which every source has its share of places
-    (to 1/65536; at least one), spread evenly. By epochs: a pass has `epochs` x rows of each source,
-    exactly, in one random order. Either way a source goes through all its rows, in a new random
-    order each time, before any comes again.
+    (to 1/65536; at least one), spread evenly. A source goes through all its rows, in a new random
+    order each time, before any comes again. By epochs: a pass has every row of a source `epochs`
+    times, exactly, in one random order; a fraction goes on with other rows in the next pass.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class Mixture:
 
         `seed` None: nothing is shuffled, and sources by epochs follow one another.
         """
-        assert (weights is None) != (epochs is None)
         self._num_rows, self._seed = np.array(num_rows, np.int64), seed
         self._shuffled_pass = epochs is not None
         if epochs is not None:
@@ -38,7 +37,8 @@ class Mixture:
             self._ends = np.cumsum(self._counts)
             self._length = int(self._ends[-1])
         else:
-            shares = np.array(weights, np.float64) / np.sum(weights)
+            assert weights is not None
+            shares = np.array(weights, np.float64) / sum(weights)
             self._order, self._before = _spread(_apportion(shares, _CYCLE))
             self._counts = np.bincount(self._order, minlength=len(num_rows))
             self._length = _CYCLE

@@ -25,12 +25,13 @@ def document_from_record(
     try:
         if record_format == "chat":
             return _chat(values[0], name, keys[0], record)
-        for key, value in zip(keys, values, strict=True):
-            if not isinstance(value, str):
-                return _no_field(record, name, key, "text")
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < len(keys):
+            missing = keys[[isinstance(value, str) for value in values].index(False)]
+            return _no_field(record, name, missing, "text")
         if record_format == "text":
-            return Document(name, values[0])
-        prompt, completion = values
+            return Document(name, texts[0])
+        prompt, completion = texts
         if not completion:
             return BadRecord("no completion", name, "'completion' is empty")
         return Document(name, prompt + completion, {"prompt": prompt, "completion": completion})
