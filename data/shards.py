@@ -1,5 +1,6 @@
 """Writing token files: documents in, one shard's files of both splits out (see streams.py)."""
 
+import contextlib
 import json
 from array import array
 from collections.abc import Callable, Iterator
@@ -24,11 +25,21 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class _SplitWriter:
     """Appends documents to one split's files."""
 
-    def __init__(self, directory: Path, split: str, dtype: np.dtype, encoder: DocumentEncoder):
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        dtype: np.dtype,
+        encoder: DocumentEncoder,
+        stack: contextlib.ExitStack,
+    ):
+        """Opens the files; `stack` closes them."""
         self._directory, self._split, self._dtype = directory, split, dtype
-        self._tokens = open(directory / f"{split}.tokens", "wb")
-        self._names = open(directory / f"{split}.names", "w", encoding="utf-8")
-        self._mask = open(directory / f"{split}.mask", "wb") if encoder.masks else None
+        self._tokens = stack.enter_context(open(directory / f"{split}.tokens", "wb"))
+        self._names = stack.enter_context(open(directory / f"{split}.names", "wb"))
+        self._mask = None
+        if encoder.masks:
+            self._mask = stack.enter_context(open(directory / f"{split}.mask", "wb"))
         self._first = array("i") if encoder.keeps_first else None
         self._starts = array("q", [0])
         self._hashes = array("Q")
@@ -43,15 +54,13 @@ class _SplitWriter:
         if self._first is not None:
             assert encoded.first is not None
             self._first.append(encoded.first)
-        self._names.write(json.dumps(document.name) + "\n")
+        self._names.write(json.dumps(document.name).encode() + b"\n")
         self._starts.append(self._starts[-1] + len(encoded.ids))
         self._hashes.extend((document.split_hash, document.likeness_hash))
         self._num_bytes += len(document.content)
 
-    def close(self) -> dict[str, int]:
-        for file in (self._tokens, self._names, self._mask):
-            if file is not None:
-                file.close()
+    def finish(self) -> dict[str, int]:
+        """Writes what is an array for all documents, and returns the counts."""
         self._save("starts", np.array(self._starts, np.int64))
         self._save("hashes", np.array(self._hashes, np.uint64).reshape(-1, 2))
         if self._first is not None:
@@ -99,24 +108,24 @@ def write_shard(
       UserError: the source cannot be read, or a record is bad and `skip_bad` is False.
     """
     dtype = token_dtype(vocab_size)
-    writers = [_SplitWriter(directory, split, dtype, encoder) for split in SPLITS]
     report = ReadReport()
     read = (document for unit in units for document in source.read(unit, report))
-    for batch in _batches(kept_documents(read, report)):
-        for document, encoded in zip(
-            batch, encoder.encode(batch, num_threads=num_threads), strict=True
-        ):
-            if isinstance(encoded, BadRecord):
-                if not skip_bad:
-                    raise UserError(
-                        f"{encoded.name}: {encoded.detail}: "
-                        "correct it or set data.on_bad_record=skip"
-                    )
-                report.take_back(encoded.reason, encoded.name)
-                continue
-            writers[document.split_hash < threshold].append(document, encoded)
-            advance(len(document.content))
-    counts = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
+    with contextlib.ExitStack() as stack:
+        writers = [_SplitWriter(directory, split, dtype, encoder, stack) for split in SPLITS]
+        for batch in _batches(kept_documents(read, report)):
+            results = encoder.encode(batch, num_threads=num_threads)
+            for document, encoded in zip(batch, results, strict=True):
+                if isinstance(encoded, BadRecord):
+                    if not skip_bad:
+                        raise UserError(
+                            f"{encoded.name}: {encoded.detail}: "
+                            "correct it or set data.on_bad_record=skip"
+                        )
+                    report.take_back(encoded.reason, encoded.name)
+                    continue
+                writers[document.split_hash < threshold].append(document, encoded)
+                advance(len(document.content))
+    counts = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}
     return {"read": report.as_dict(), **counts}
 
 
