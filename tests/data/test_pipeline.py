@@ -254,3 +254,32 @@ def test_the_default_corpus_from_nothing(cache_home):
         assert lengths[tokens].sum() == corpus.manifest[split]["bytes"]
     shape = {"batch_size": 8, "sequence_length": 256}
     assert 5 < unigram_loss(config, tokenizer, **shape, max_batches=32) < np.log(4096)
+
+
+def test_walking_and_jumping_to_step_a_million_agree(byte_config, tmp_path):
+    """A mixture, best-fit packed: every batch on the way is made in one, none in the other."""
+    lines = [json.dumps({"text": f"CAPITAL {number}"}) for number in range(300)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    sources = (
+        {"path": byte_config.path, "weight": 2.5},
+        {"path": str(tmp_path / "b.jsonl"), "weight": 1},
+    )
+    config = dataclasses.replace(byte_config, path=None, sources=sources, packing="best_fit")
+    shape = {"batch_size": 1, "sequence_length": 8}
+    walked = train_iterator(config, **shape)
+    for _ in range(1_000_000):
+        next(walked)
+    state = walked.get_state()
+    assert state["rows_read"] == 1_000_000 and len(json.dumps(state)) < 250
+    expected = take(walked, 20)
+    for num_workers, count in ((0, 1), (2, 1), (0, 4)):
+        jumped = train_iterator(
+            dataclasses.replace(config, num_workers=num_workers),
+            **(shape | {"batch_size": count}),
+        )
+        began = time.perf_counter()
+        jumped.set_state(state)
+        got = take(jumped, 20 // count)
+        assert time.perf_counter() - began < 1
+        assert rows(got) == rows(expected)
+        jumped.close()
