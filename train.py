@@ -273,10 +273,11 @@ def _evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
 
 
 def _evaluation_line(step: int, result: Evaluation, unigram: float) -> str:
+    difference = result.loss / unigram - 1
     return (
         f"step {step}: validation loss {result.loss:.4f} nats/token, "
-        f"{result.bits_per_byte:.4f} bits/byte (unigram model: {unigram:.4f} nats/token, "
-        f"{1 - result.loss / unigram:.1%} below it)"
+        f"{result.bits_per_byte:.4f} bits/byte (unigram model: {unigram:.4f} nats/token; this is "
+        f"{abs(difference):.1%} {'above' if difference > 0 else 'below'} it)"
     )
 
 

@@ -170,9 +170,9 @@ def test_a_run_from_beginning_to_end(run, tmp_path, capsys):
     assert "Traceback" not in output.err and "absl" not in output.err
 
 
-GOLDEN = {
-    "fp32": [],
-    "nvfp4": [],
+GOLDEN = {  # the same on jax 0.10 and 0.12
+    "fp32": [5.590093, 5.529208, 5.397835, 5.264278, 5.101797, 4.981594, 4.931620, 4.892839],
+    "nvfp4": [5.589806, 5.531110, 5.397107, 5.266085, 5.104707, 4.981498, 4.931485, 4.893594],
 }
 
 
@@ -181,7 +181,7 @@ def test_golden_losses(run, tmp_path, name, precision):
     """The first steps of a fixed run: a change of any part of it shows here."""
     assert run(*precision, "precision.activation_dtype=float32", "max_steps=8") == 0
     measured = [loss for _, loss in losses(tmp_path / "run")]
-    np.testing.assert_allclose(measured, GOLDEN[name], rtol=2e-4)
+    np.testing.assert_allclose(measured, GOLDEN[name], rtol=5e-5)
 
 
 @pytest.mark.parametrize(

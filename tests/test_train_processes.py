@@ -1,0 +1,206 @@
+"""The program in processes of its own: killed, stopped, out of disk, on several devices."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp4zoo import train
+from fp4zoo.training.metrics import read_rows
+
+OPTIONS = [
+    "precision=fp32",
+    "model.vocab_size=272",
+    "model.num_layers=2",
+    "model.embed_dim=32",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=8",
+    "model.mlp_dim=64",
+    "model.max_positions=64",
+    "data.tokenizer=bytes",
+    "data.validation_fraction=0.2",
+    "batch_size=8",
+    "sequence_length=32",
+    "max_steps=20",
+    "evaluate_every=0",
+    "evaluation_batches=2",
+    "save_every=5",
+    "log_every=1",
+    "sample_tokens=0",
+    "optimizer.warmup_steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Documents of random words, and a cache that every run here shares."""
+    directory = tmp_path_factory.mktemp("processes")
+    random = np.random.default_rng(0)
+    lines = []
+    for _ in range(60):
+        words = [chr(97 + letter) * 3 for letter in random.integers(0, 26, 150)]
+        lines.append(json.dumps({"text": " ".join(words)}))
+    path = directory / "text.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def start(text, tmp_path):
+    """start(*overrides, devices=1, prelude="") -> the running process, writing to tmp_path/run."""
+    environment = {
+        **os.environ,
+        "FP4ZOO_CACHE": str(text.parent / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(text.parent / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    processes = []
+
+    def go(*overrides, devices=1, prelude=""):
+        arguments = [f"data.path={text}", f"output_dir={tmp_path / 'run'}", *OPTIONS, *overrides]
+        code = f"{prelude}\nimport sys, runpy; sys.argv[0] = {train.__file__!r}\n"
+        code += f"runpy.run_path({train.__file__!r}, run_name='__main__')"
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **flags},
+        )
+        processes.append(process)
+        return process
+
+    yield go
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def finish(process, status=0):
+    output, error = process.communicate(timeout=240)
+    assert process.returncode == status, error
+    return output, error
+
+
+def losses(directory):
+    path = directory / "metrics.jsonl"
+    return {row["step"]: row["loss"] for row in read_rows(path) if "loss" in row}
+
+
+def wait_for_step(directory: Path, step: int, process):
+    """Until the metrics hold a row of this step."""
+    for _ in range(2400):
+        path = directory / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in time")
+
+
+SLOWER = """
+import time
+from fp4zoo import data
+make = data.make_train_iterator
+def slow(*arguments, **options):
+    iterator = make(*arguments, **options)
+    kind = type(iterator)
+    read = kind.__next__
+    kind.__next__ = lambda self: (time.sleep(0.2), read(self))[1]
+    return iterator
+data.make_train_iterator = slow
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(start, tmp_path):
+    finish(start(f"output_dir={tmp_path / 'whole'}"))
+    process = start(prelude=SLOWER)
+    wait_for_step(tmp_path / "run", 8, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert max(losses(tmp_path / "run")) < 20
+    output, _ = finish(start())
+    assert "going on after step 5" in output
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    steps = [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == sorted(steps) and steps.count(8) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_status_0(start, tmp_path, number):
+    process = start("save_every=0", prelude=SLOWER)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(number)
+    output, error = finish(process)
+    assert f"stopped by {number.name} after step" in output
+    assert not error.count("Traceback")
+    last = max(losses(tmp_path / "run"))
+    assert last < 20
+    assert os.listdir(tmp_path / "run" / "checkpoints") == [str(last)]
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_status_1(start, tmp_path):
+    """A limit on the size of files, set when the first checkpoint is complete."""
+    prelude = """
+import resource, signal
+from fp4zoo.training.checkpoints import Checkpoints
+save = Checkpoints.save
+def limited(self, state, **items):
+    if int(state.step) > 5:
+        self.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    save(self, state, **items)
+Checkpoints.save = limited
+"""
+    begin = time.monotonic()
+    _, error = finish(start(prelude=prelude, ), status=1)
+    assert time.monotonic() - begin < 200
+    # tensorstore's other threads may print to standard error before it; the reason comes last.
+    last = error.splitlines()[-1]
+    assert last.startswith("error: cannot write a checkpoint to")
+    assert "File too large" in last and "the newest complete one is of step 5" in last
+
+
+@pytest.mark.slow
+def test_eight_devices_lose_like_one(start, tmp_path):
+    runs = {
+        "one": ([], 1),
+        "fsdp": (["mesh.fsdp=8"], 8),
+        "data": (["mesh.data=8", "mesh.fsdp=1"], 8),
+        "mixed": (["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "gradient_accumulation=2"], 8),
+    }
+    results = {}
+    for name, (options, devices) in runs.items():
+        directory = tmp_path / name
+        options = [*options, f"output_dir={directory}", "max_steps=10", "save_every=0"]
+        output, _ = finish(start(*options, devices=devices))
+        assert f"{devices} x cpu" in output
+        results[name] = list(losses(directory).values())
+    for name, values in results.items():
+        np.testing.assert_allclose(values, results["one"], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_devices(start, tmp_path):
+    finish(start(f"output_dir={tmp_path / 'whole'}"))
+    process = start("mesh.fsdp=4", "mesh.data=2", devices=8, prelude=SLOWER)
+    wait_for_step(tmp_path / "run", 6, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    finish(start("mesh.fsdp=2", "mesh.tensor=2", devices=4))
+    whole, pieces = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert list(pieces) == list(whole)
+    np.testing.assert_allclose(list(pieces.values()), list(whole.values()), rtol=1e-4)
