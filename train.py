@@ -161,9 +161,14 @@ def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
       TrainingFailure: too many steps in a row were not finite, or a checkpoint cannot be written.
     """
     config, program, recorder = run.config, run.program, run.recorder
-    first_step = step = int(state.step)
+    first_step = step = saved_step = int(state.step)
     pending = None  # the step that has not been recorded yet
     save_is_due = False
+
+    def save() -> None:
+        position = run.batches.get_state()
+        run.checkpoints.save(state, data=position, config=dataclasses.asdict(config))
+
     while step < config.max_steps and not run.stop:
         if step == program.finish_step and step > first_step:
             with recorder.pause():
@@ -182,7 +187,7 @@ def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
         run.checkpoints.check()
         is_first, is_last = step == first_step + 1, step == config.max_steps
         evaluation_is_due = is_last or _is_due(step, config.evaluate_every)
-        save_is_due |= is_last or _is_due(step, config.save_every) or bool(run.stop)
+        save_is_due |= is_last or _is_due(step, config.save_every)
         if not (is_first or evaluation_is_due or save_is_due):
             continue
         skips = recorder.record(*pending)
@@ -197,16 +202,13 @@ def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
                 if not is_last:
                     run.display.note(_evaluation_line(step, result, run.unigram))
             # Not amid skipped steps: saves of an unchanged state would push out older checkpoints.
-            if save_is_due and (skips == 0 or is_last or run.stop):
-                run.checkpoints.save(
-                    state, data=run.batches.get_state(), config=dataclasses.asdict(config)
-                )
-                save_is_due = False
-    if pending is not None:  # a signal came after the last look at it
+            if save_is_due and (skips == 0 or is_last):
+                save()
+                save_is_due, saved_step = False, step
+    if pending is not None:
         recorder.record(*pending)
-        run.checkpoints.save(
-            state, data=run.batches.get_state(), config=dataclasses.asdict(config)
-        )
+    if step != saved_step:  # stopped by a signal
+        save()
     run.checkpoints.wait()
     return state
 

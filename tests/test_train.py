@@ -214,6 +214,18 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 13))
 
 
+def test_a_signal_during_an_evaluation_loses_nothing(run, tmp_path, monkeypatch):
+    evaluate = train.Validation.evaluate
+
+    def interrupted(self, graphdef, parameters):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, graphdef, parameters)
+
+    monkeypatch.setattr(train.Validation, "evaluate", interrupted)
+    assert run(*FP32, "evaluate_every=4") == 0
+    assert find_checkpoint(tmp_path / "run").name == "4"
+
+
 def test_the_finish_changes_the_forward_pass(run, tmp_path):
     whole, finish = tmp_path / "whole", tmp_path / "finish"
     assert run(*NVFP4, f"output_dir={whole}") == 0
@@ -239,7 +251,7 @@ def test_bad_batches_in_a_row_end_the_run_and_it_can_go_on(run, intervene, tmp_p
     options = [*FP32, "precision.loss_scale.max_consecutive_skips=3", "save_every=1"]
     assert run(*options) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: 3 steps in a row were not finite, up to step 7; not finite were")
+    assert error.startswith("error: 3 steps in a row were not finite, up to step 7; not finite")
     assert "blocks.middle.attention.output.kernel[0]" in error
     assert error.count("\n") == 1
     # The skipped steps' saves have not pushed out the good ones.

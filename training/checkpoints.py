@@ -252,8 +252,11 @@ def load_parameters(step_directory: Path, parameters: Parameters, mesh: Mesh) ->
             parameter_shardings(saved, mesh),
         )
         restored = checkpointer.restore(step_directory / PARAMETERS, target)
-    shardings = parameter_shardings(parameters, mesh)
-    return jax.jit(lambda tree: restack(tree, parameters), out_shardings=shardings)(restored)
+    def fit(tree: Parameters) -> Parameters:  # a converted checkpoint keeps its source's dtype
+        restacked = restack(tree, parameters)
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restacked, parameters)
+
+    return jax.jit(fit, out_shardings=parameter_shardings(parameters, mesh))(restored)
 
 
 def _shapes(tree: Parameters) -> dict[str, tuple[int, ...]]:
