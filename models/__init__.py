@@ -15,6 +15,8 @@ from .decoder import REMAT_POLICIES, Decoder
 from .llama import Llama
 from .mixtral import Mixtral
 from .precision_plan import PrecisionPlan, PrecisionRow, PrecisionRules
+from .qwen2 import Qwen2
+from .qwen3 import Qwen3, Qwen3MoE
 
 __all__ = [
     "ARCHITECTURES",
@@ -27,6 +29,9 @@ __all__ = [
     "PrecisionPlan",
     "PrecisionRow",
     "PrecisionRules",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3MoE",
     "RopeScaling",
     "count_parameters",
     "create",
@@ -35,6 +40,9 @@ __all__ = [
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "llama": Llama,
     "mixtral": Mixtral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3MoE,
 }
 
 

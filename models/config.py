@@ -46,7 +46,7 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-      architecture: the model's family, llama or mixtral.
+      architecture: the model's family: llama, mixtral, qwen2, qwen3 or qwen3_moe.
       vocab_size: rows of the token embedding.
       num_layers: transformer blocks.
       embed_dim: width of the residual stream.

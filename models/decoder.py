@@ -42,6 +42,31 @@ def output_kernel_init(config: ModelConfig) -> jax.nn.initializers.Initializer:
     return jax.nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
+def attention_of(
+    config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs, *, output_bias: bool
+) -> Attention:
+    """The attention that `config` describes; `attention_bias` is about q, k and v here."""
+    return Attention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.resolved_head_dim,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        sliding_window=config.sliding_window,
+        qkv_bias=config.attention_bias,
+        output_bias=output_bias,
+        qk_norm=config.qk_norm,
+        norm_epsilon=config.norm_epsilon,
+        kernel_init=kernel_init(),
+        output_kernel_init=output_kernel_init(config),
+        recipe=recipe,
+        rounding="explicit",
+        name="attention",
+        rngs=rngs,
+    )
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream keeps x's dtype."""
 
@@ -162,25 +187,7 @@ class Decoder(nnx.Module):
     @classmethod
     def make_attention(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> Attention:
         """One block's attention; Llama's `attention_bias` puts a bias on all four projections."""
-        return Attention(
-            config.embed_dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.resolved_head_dim,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
-            sliding_window=config.sliding_window,
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=config.qk_norm,
-            norm_epsilon=config.norm_epsilon,
-            kernel_init=kernel_init(),
-            output_kernel_init=output_kernel_init(config),
-            recipe=recipe,
-            rounding="explicit",
-            name="attention",
-            rngs=rngs,
-        )
+        return attention_of(config, recipe, rngs, output_bias=config.attention_bias)
 
     # What all of them do.
 
