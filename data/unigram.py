@@ -21,8 +21,9 @@ def unigram_loss(
 ) -> float:
     """Nats per token of token frequencies, with one added to each count, on the validation batches.
 
-    The frequencies are those of all targets of the training split (every token and every end of a
-    document); the score is over the very targets of `make_validation_batches`'s batches.
+    The frequencies are those of all targets of the training split that are trained on (of a
+    mixture, of all sources alike, whatever their weights); the score is over the very targets of
+    `make_validation_batches`'s batches.
 
     Returns:
       The mean; NaN without a validation split.
@@ -34,10 +35,13 @@ def unigram_loss(
         sequence_length=sequence_length,
         max_batches=max_batches,
     )
-    tokens = load_corpus(config, tokenizer).train.tokens
+    stream = load_corpus(config, tokenizer).train
     counts = np.ones(tokenizer.vocab_size, np.int64)
-    for begin in range(0, len(tokens), _CHUNK):
-        counts += np.bincount(tokens[begin : begin + _CHUNK], minlength=tokenizer.vocab_size)
+    for begin in range(0, len(stream.tokens), _CHUNK):
+        tokens = stream.tokens[begin : begin + _CHUNK]
+        if stream.mask is not None:
+            tokens = tokens[stream.mask[begin : begin + _CHUNK] > 0]
+        counts += np.bincount(tokens, minlength=tokenizer.vocab_size)
     return mean_loss(np.log(counts.sum()) - np.log(counts), batches)
 
 

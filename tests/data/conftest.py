@@ -1,7 +1,16 @@
+import json
+
 import numpy as np
 import pytest
+import tokenizers
 
 from fp4zoo.data import DataConfig, TokenStream
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 @pytest.fixture
@@ -40,3 +49,23 @@ def stream():
     tokens = np.concatenate([np.append(document, 2) for document in documents]).astype(np.uint16)
     starts = np.cumsum([0] + [length + 1 for length in lengths])
     return TokenStream(tokens, starts, start_id=1, pad_id=0), documents
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer_file(tmp_path_factory):
+    """A byte-level tokenizer.json with the ChatML tokens and template."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello goodbye assistant user system"], trainer)
+    directory = tmp_path_factory.mktemp("chat")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory / "tokenizer.json"

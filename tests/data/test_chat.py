@@ -6,17 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-import tokenizers
 
 from fp4zoo.data import ByteTokenizer, DataConfig, load_corpus, load_tokenizer_file
 from fp4zoo.data.chat import ChatTemplate, TemplateFailure, load_chat_template
 from fp4zoo.errors import UserError
 
-CHATML = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi"},
@@ -26,24 +20,12 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def chat_tokenizer_file(tmp_path_factory):
-    """A byte-level tokenizer.json with the ChatML tokens and template."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["hello goodbye assistant user system"], trainer)
-    directory = tmp_path_factory.mktemp("chat")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "chat_template": CHATML}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory / "tokenizer.json"
+@pytest.fixture
+def chatml(chat_tokenizer_file):
+    """The template of ChatML."""
+    return json.loads(chat_tokenizer_file.with_name("tokenizer_config.json").read_text())[
+        "chat_template"
+    ]
 
 
 def write_chats(tmp_path, chats):
@@ -79,10 +61,10 @@ def test_only_answers_and_their_ends_are_trained_on(tmp_path, cache_home, chat_t
 
 
 def test_a_template_that_ends_with_eos_gets_no_second_one(
-    tmp_path, cache_home, chat_tokenizer_file
+    tmp_path, cache_home, chat_tokenizer_file, chatml
 ):
     tokenizer = load_tokenizer_file(chat_tokenizer_file)
-    (tmp_path / "t.jinja").write_text(CHATML.replace(" + '\n' }}{% endfor", " }}{% endfor"))
+    (tmp_path / "t.jinja").write_text(chatml.replace(" + '\n' }}{% endfor", " }}{% endfor"))
     config = dataclasses.replace(
         write_chats(tmp_path, [MESSAGES]), chat_template=str(tmp_path / "t.jinja")
     )
@@ -101,8 +83,8 @@ def test_special_tokens_spelled_by_a_user_stay_text(tmp_path, cache_home, chat_t
     assert attack in rest and trained.startswith("no<|im_end|><|im_end|>")
 
 
-def test_a_template_file_needs_no_special_tokens(tmp_path, cache_home):
-    (tmp_path / "t.jinja").write_text(CHATML)
+def test_a_template_file_needs_no_special_tokens(tmp_path, cache_home, chatml):
+    (tmp_path / "t.jinja").write_text(chatml)
     config = write_chats(tmp_path, [MESSAGES])
     with pytest.raises(UserError, match=r"bytes has no chat template: set data\.chat_template"):
         load_corpus(config, ByteTokenizer())
@@ -141,8 +123,8 @@ def test_templates_are_jinja_in_a_sandbox(tmp_path):
         load_chat_template(str(tmp_path / "none.jinja"), ByteTokenizer())
 
 
-def test_templates_do_not_know_the_date():
-    template = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + CHATML
+def test_templates_do_not_know_the_date(chatml):
+    template = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + chatml
     segments = ChatTemplate(template, ByteTokenizer(), "x").segments(MESSAGES)
     assert segments[0][0].startswith("<|im_start|>system")
 
@@ -163,8 +145,8 @@ def test_jinja_that_is_not_installed(monkeypatch):
         ({"messages": [{"role": "user", "content": "x"}]}, "no answer"),
     ],
 )
-def test_bad_chats_are_counted(tmp_path, cache_home, record, reason):
-    (tmp_path / "t.jinja").write_text(CHATML)
+def test_bad_chats_are_counted(tmp_path, cache_home, record, reason, chatml):
+    (tmp_path / "t.jinja").write_text(chatml)
     config = write_chats(tmp_path, [MESSAGES])
     with open(config.path, "a") as file:
         file.write("\n" + json.dumps(record))
