@@ -53,7 +53,9 @@ def block(x, weights, cos, sin, mask):
     fused = jnp.einsum("btd,dkgh->btkgh", norm(x, weights["attention_norm"]), weights["qkv"])
     query = fused[..., :-2, :].reshape(batch, length, -1, fused.shape[-1])
     key, value = fused[..., -2, :], fused[..., -1, :]
-    mixed = attend(rotate(query, cos, sin), rotate(key, cos, sin), value, mask).reshape(batch, length, width)
+    mixed = attend(rotate(query, cos, sin), rotate(key, cos, sin), value, mask).reshape(
+        batch, length, width
+    )
     x = x + mixed @ weights["output"]
     gate_up = jnp.einsum("btd,dcf->btcf", norm(x, weights["mlp_norm"]), weights["gate_up"])
     return x + (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]) @ weights["down"], None
@@ -67,7 +69,9 @@ def loss(parameters, batch):
     mask = batch["segment_ids"][:, None, :, None] == batch["segment_ids"][:, None, None, :]
     mask &= jnp.tril(jnp.ones((length, length), bool))
     x = parameters["embedding"][batch["tokens"]]
-    x, _ = jax.lax.scan(lambda x, weights: block(x, weights, cos, sin, mask), x, parameters["blocks"])
+    x, _ = jax.lax.scan(
+        lambda x, weights: block(x, weights, cos, sin, mask), x, parameters["blocks"]
+    )
     logits = norm(x, parameters["final_norm"]) @ parameters["head"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()

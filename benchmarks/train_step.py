@@ -42,6 +42,8 @@ def overrides(layers: int, width: int, mlp: int, batch: int) -> list[str]:
         "model=llama-tiny",
         f"model.num_layers={layers}",
         f"model.embed_dim={width}",
+        f"model.num_heads={HEADS}",
+        f"model.num_kv_heads={KV_HEADS}",
         f"model.head_dim={width // HEADS}",
         f"model.mlp_dim={mlp}",
         f"batch_size={batch}",
@@ -92,7 +94,13 @@ def zoo(keys: list[str], batch: dict[str, np.ndarray]) -> Timed:
 
 def twin(layers: int, width: int, mlp: int, batch: dict[str, np.ndarray]) -> Timed:
     parameters = plain_llama.init(
-        jax.random.key(0), layers=layers, width=width, mlp=mlp, heads=HEADS, kv_heads=KV_HEADS, vocab=VOCABULARY
+        jax.random.key(0),
+        layers=layers,
+        width=width,
+        mlp=mlp,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        vocab=VOCABULARY,
     )
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, 300), b2=0.95, weight_decay=0.1)
     state = (parameters, optimizer.init(parameters))
@@ -107,7 +115,9 @@ def compare(title: str, steps: dict[str, Timed], base: str, rounds: int) -> None
     for _ in range(rounds + 2):
         for step in steps.values():
             step()
-    print(f"\n{title}\n{'':28s}{'median':>10s}{'ratio':>8s}{'temporaries':>14s}{'ratio':>8s}{'compile':>10s}")
+    print(
+        f"\n{title}\n{'':28s}{'median':>10s}{'ratio':>8s}{'temporaries':>14s}{'ratio':>8s}{'compile':>10s}"
+    )
     for name, step in steps.items():
         print(
             f"{name:28s}{step.median * 1e3:7.1f} ms{step.median / steps[base].median:8.3f}"
@@ -135,7 +145,9 @@ def mixture(rounds: int) -> None:
     common = ["batch_size=8", f"sequence_length={LENGTH}", "mesh=single"]
     for precision in ("fp32", "nvfp4"):
         keys = common + VARIANTS[precision]
-        steps = {model: zoo([f"model={model}", *keys], batch) for model in ("llama-tiny", "mixtral-tiny")}
+        steps = {
+            model: zoo([f"model={model}", *keys], batch) for model in ("llama-tiny", "mixtral-tiny")
+        }
         compare(f"Mixtral-tiny, dropless, {precision}", steps, "llama-tiny", rounds)
 
 
@@ -144,10 +156,26 @@ def depth() -> None:
     sizes = {}
     for layers in (8, 32):
         shape = SHAPES["width 256"] | {"layers": layers}
-        sizes[layers] = len(Program(load(overrides(**shape) + FULL_RECIPE)).lower_train_step().as_text())
-    print(f"\nlowered HLO, 32 blocks / 8 blocks: {sizes[32] / sizes[8]:.3f} ({sizes[8]} characters for 8)")
-    keys = ["model=llama-tiny", "model.num_layers=2", "model.embed_dim=32", "model.head_dim=16", "model.num_heads=2"]
-    keys += ["model.num_kv_heads=1", "model.mlp_dim=32", "model.vocab_size=512", "batch_size=1", "sequence_length=16"]
+        sizes[layers] = len(
+            Program(load(overrides(**shape) + FULL_RECIPE)).lower_train_step().as_text()
+        )
+    print(
+        f"\nlowered HLO, 32 blocks / 8 blocks: {sizes[32] / sizes[8]:.3f} ({sizes[8]} characters for 8)"
+    )
+    keys = [
+        "model=llama-tiny",
+        "model.num_layers=2",
+        "model.embed_dim=32",
+        "model.head_dim=16",
+        "model.num_heads=2",
+    ]
+    keys += [
+        "model.num_kv_heads=1",
+        "model.mlp_dim=32",
+        "model.vocab_size=512",
+        "batch_size=1",
+        "sequence_length=16",
+    ]
     batch = {name: value[:1, :16] % 512 for name, value in random_batch(1, 16).items()}
     program = Program(load([*keys, "mesh=single", "precision=fp32"]))
     compiled, state = program.compile_train_step(), program.initial_state()
@@ -157,14 +185,20 @@ def depth() -> None:
         state, metrics = compiled(state, program.place(batch))
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - begin)
-    print(f"a step of next to no arithmetic, Python and all: {statistics.median(seconds) * 1e3:.2f} ms")
+    print(
+        f"a step of next to no arithmetic, Python and all: {statistics.median(seconds) * 1e3:.2f} ms"
+    )
 
 
 def machine() -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     return f"{os.cpu_count()} x {model}, Python {platform.python_version()}, JAX {jax.__version__}"
 

@@ -16,6 +16,7 @@ from ..models.precision_plan import PrecisionRules
 from ..training.loss_scale import LossScaleConfig
 from ..training.optimizer import OptimizerConfig
 from ..training.sharding import MeshConfig
+from .generation import GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     output_dir: str | None = None
     seed: int = 0
-    max_steps: int = 400
-    batch_size: int = 16
+    max_steps: int = 240
+    batch_size: int = 8
     sequence_length: int = 256
     gradient_accumulation: int = 1
     evaluate_every: int = 100
@@ -128,4 +129,4 @@ _LEAST = {
     "sample_tokens": 0,
 }
 
-SCHEMAS = {"train": TrainConfig}  # by the name of the primary YAML file
+SCHEMAS = {"train": TrainConfig, "generate": GenerateConfig}  # by the name of the primary YAML file

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..numerics import Recipe
+from ..numerics.platform import matmul_operand
 from .dense import NVFP4Dense
 from .norm import RMSNorm
 from .rope import RopeScaling, RopeTables, apply_rope, rope_frequencies, rope_tables
@@ -79,7 +80,9 @@ def _xla(query, key, value, pattern):
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def core(query, key, value, pattern):
         mask = pattern.mask(query.shape[1], key.shape[1])
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+        wide = (matmul_operand(part) for part in (query, key, value))
+        mixed = jax.nn.dot_product_attention(*wide, mask=mask, implementation="xla")
+        return mixed.astype(query.dtype)
 
     return core(query, key, value, pattern)
 

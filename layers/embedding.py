@@ -10,15 +10,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..numerics import get_recipe, linear
+
+_RECIPES = {
+    recipe.fprop_x.format.dtype.name: recipe for recipe in map(get_recipe, ("fp32", "bf16", "fp16"))
+}
 _default_init = jax.nn.initializers.normal(0.02)
 
 
-def _logits(x: jax.Array, kernel: jax.Array, kernel_axis: int) -> jax.Array:
-    """x [..., D] times a head matrix: operands in x's dtype, accumulation and result float32."""
-    dimensions = (((x.ndim - 1,), (kernel_axis,)), ((), ()))
-    return jax.lax.dot_general(
-        x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32
-    )
+def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., D] times a head matrix [D, V]: operands in x's dtype; logits and dw float32."""
+    recipe = _RECIPES[x.dtype.name]
+    return linear(x, kernel, recipe=recipe, output_dtype=jnp.float32)
 
 
 class Embedding(nnx.Module):
@@ -49,7 +52,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """The tied output head: x [..., D] -> logits float32 [..., V]."""
-        return _logits(x, self.embedding[...], 1)
+        return _logits(x, self.embedding[...].T)
 
 
 class OutputHead(nnx.Module):
@@ -69,4 +72,4 @@ class OutputHead(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., D] -> logits float32 [..., V]."""
-        return _logits(x, self.kernel[...], 0)
+        return _logits(x, self.kernel[...])

@@ -13,6 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from .backends import emulated as backend
 from .formats import BLOCK
@@ -28,10 +30,12 @@ def linear(
     key: jax.Array | None = None,
     content_seeded: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    output_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """y = x w with the recipe's rounding in all three GEMMs.
 
-    x: [..., K]; kernel: [K, *N], float32 for float32 gradients. Returns [..., *N] in x's dtype.
+    x: [..., K]; kernel: [K, *N], float32 for float32 gradients. Returns [..., *N] in `output_dtype`
+    (None: x's dtype).
     key: a JAX PRNG key that decides the stochastic rounding of this call's gradients. With
     content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a
     key (a layer whose key is not advanced, or no key at all) still draw different bits for
@@ -46,12 +50,14 @@ def linear(
             "last axis of x must equal the first of the kernel"
         )
     check_operands(recipe, x, kernel.shape[0], kernel.shape[-1])
+    dtype = x.dtype if output_dtype is None else jnp.dtype(output_dtype)
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
         return jax.lax.dot_general(
             x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
-        ).astype(x.dtype)
-    return _linear(recipe, content_seeded, x, kernel, rounding_words(recipe, key, content_seeded))
+        ).astype(dtype)
+    words = rounding_words(recipe, key, content_seeded)
+    return _linear(recipe, content_seeded, dtype, x, kernel, words)
 
 
 def check_operands(recipe: Recipe, x: jax.Array, in_features: int, out_features: int) -> None:
@@ -75,20 +81,26 @@ def rounding_words(recipe: Recipe, key: jax.Array | None, content_seeded: bool) 
     return jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _linear(
-    recipe: Recipe, content_seeded: bool, x: jax.Array, kernel: jax.Array, words: jax.Array
+    recipe: Recipe,
+    content_seeded: bool,
+    dtype: jnp.dtype,
+    x: jax.Array,
+    kernel: jax.Array,
+    words: jax.Array,
 ) -> jax.Array:
-    return backend.fprop(recipe, x, kernel)[0]
+    return backend.fprop(recipe, x, kernel)[0].astype(dtype)
 
 
-def _linear_forward(recipe, content_seeded, x, kernel, words):
+def _linear_forward(recipe, content_seeded, dtype, x, kernel, words):
     y, residuals = backend.forward(recipe, x, kernel, words)
+    y = checkpoint_name(y.astype(dtype), backend.GEMM_NAME)
     # Empty arrays carry the dtypes through the residuals, which hold arrays only.
     return y, (residuals, words, jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype))
 
 
-def _linear_backward(recipe, content_seeded, saved, g):
+def _linear_backward(recipe, content_seeded, dtype, saved, g):
     residuals, words, x_like, kernel_like = saved
     if content_seeded and recipe.uses_stochastic_rounding:
         words = fold(words, content_hash(g))

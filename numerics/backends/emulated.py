@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import BLOCK, Format, from_bits, round_e2m1, round_e2m1_stochastic
 from ..hadamard import random_hadamard
+from ..platform import matmul_operand, on_cpu
 from ..quantize import block_amax_bits, block_scales, expand_blocks, global_scale, scale_blocks
 from ..random_bits import fold, random_bits
 from ..recipe import Operand, Recipe
@@ -43,10 +44,6 @@ class Residuals(NamedTuple):
 
     wgrad_x: GemmOperand
     dgrad_w: GemmOperand
-
-
-def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def tensor_amax(block_bits: jax.Array) -> jax.Array:
@@ -77,7 +74,7 @@ def prepare(
             jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         )
     if spec.format is not Format.NVFP4:
-        return GemmOperand(_round_high_precision(x, spec.format), None)
+        return GemmOperand(matmul_operand(x.astype(spec.format.dtype)), None)
     x = x.astype(jnp.float32)
     blocked = tuple(sorted(axes)) if spec.two_dimensional else (contracted,)
     block_bits = block_amax_bits(x, blocked)
@@ -93,16 +90,6 @@ def prepare(
     return GemmOperand(
         values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value)
     )
-
-
-def _round_high_precision(x: jax.Array, format: Format) -> jax.Array:
-    if not on_cpu() or format is Format.FP32:
-        return x.astype(format.dtype)
-    if x.dtype == format.dtype:
-        return x.astype(jnp.float32)
-    # On a CPU a float32 matmul of rounded values is the same product, faster; the barrier keeps the
-    # rounding.
-    return jax.lax.optimization_barrier(x.astype(format.dtype)).astype(jnp.float32)
 
 
 def contract(
@@ -162,14 +149,14 @@ def save(operand: GemmOperand, spec: Operand) -> GemmOperand:
 
 
 def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
-    """y = x w in x's dtype, and the weight as it was rounded.
+    """y = x w in float32, and the weight as it was rounded.
 
     x: [..., K], kernel: [K, *N] -> [..., *N].
     """
     fprop_w = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1))
     fprop_x = prepare(recipe.fprop_x, token_axes(x), (-1, -2))
     y = contract(fprop_x, fprop_w, ((-1,), (0,)))
-    return y.reshape(*x.shape[:-1], *kernel.shape[1:]).astype(x.dtype), fprop_w
+    return y.reshape(*x.shape[:-1], *kernel.shape[1:]), fprop_w
 
 
 def forward(
@@ -185,8 +172,7 @@ def forward(
         )
     tokens = pad_tokens(token_axes(x), -2)
     wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, WGRAD_INPUT_SALT))
-    residuals = Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
-    return checkpoint_name(y, GEMM_NAME), residuals
+    return y, Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
 
 
 def backward(
