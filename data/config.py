@@ -120,10 +120,11 @@ class DataConfig:
 
     def single(self) -> list["DataConfig"]:
         """A configuration of `path` alone for each source; of `path` without `sources`."""
+        config: DataConfig = self
         sources = self.sources or (SourceConfig(path=self.path),)
         return [
             dataclasses.replace(
-                self,
+                config,
                 sources=(),
                 path=source.path,
                 field=source.field or self.field,
