@@ -37,6 +37,7 @@ from .compose import (
     to_dataclass,
 )
 from .fields import keys
+from .from_checkpoint import with_checkpoint
 
 USAGE_ERROR = 2  # exit status for mistakes of the user
 
@@ -61,8 +62,11 @@ def run(
         name = options.config_name or config_name
         if options.multirun:
             return _sweep(main, options, arguments, name)
-        config = to_dataclass(compose(options.overrides, name, options.config_dir), schema_of(name))
-        if options.help or options.hydra_help or options.cfg or options.info:
+        composed = compose(options.overrides, name, options.config_dir)
+        if options.help or options.hydra_help:  # even where a required value is missing
+            return _show(options, arguments, name)
+        config = to_dataclass(composed, schema_of(name))
+        if options.cfg or options.info:
             return _show(options, arguments, name)
         return main(config)
     except UserError as error:
@@ -130,7 +134,8 @@ def _sweep(
     swept = {override.key_or_group for override in overrides if override.is_sweep_override()}
 
     def task(composed: DictConfig) -> None:
-        config = to_dataclass(composed, schema)
+        task_overrides = list(HydraConfig.get().overrides.task)
+        config = to_dataclass(with_checkpoint(composed, parse(task_overrides)), schema)
         if "output_dir" not in swept:  # jobs must not resume from one another's checkpoints
             config = dataclasses.replace(config, output_dir=HydraConfig.get().runtime.output_dir)
         print(f"=== {config.output_dir}", flush=True)

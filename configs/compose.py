@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..errors import UserError, did_you_mean
 from . import mistakes
 from .fields import Key, build, keys, mutable_twin
+from .from_checkpoint import with_checkpoint
 from .schema import SCHEMAS, TrainConfig
 
 CONFIG_MODULE = "fp4zoo.configs"
@@ -90,7 +91,7 @@ def compose(
                         f"{line}: {group} is null here: choose a model that has it, "
                         "or write one in a YAML file"
                     )
-        return hydra.compose(config_name, list(overrides))
+        return with_checkpoint(hydra.compose(config_name, list(overrides)), parse(overrides))
 
 
 def _below_optional_groups(overrides: Sequence[str], known: Mapping[str, Key]) -> dict[str, str]:

@@ -13,6 +13,7 @@ never taken for a checkpoint, and deletes old ones only after the new one is com
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def read_shapes(step_directory: Path) -> dict[str, tuple[int, ...]]:
     return {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
+def read_config(step_directory: Path) -> dict[str, Any]:
+    """The configuration that a checkpoint was saved with; at least its "model" is there.
+
+    Raises:
+      UserError: if it is missing or damaged.
+    """
+    path = step_directory / CONFIG / "metadata"  # Orbax's name for the file of a JSON item
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "architecture" not in config["model"]:
+            raise ValueError("it names no architecture")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{step_directory} does not say which model it is of ({path}: {error}): give a "
+            "checkpoint of train.py or convert.py"
+        ) from error
+    return config
+
+
 def check_same_parameters(
     saved: dict[str, tuple[int, ...]], parameters: Parameters, directory: Path
 ) -> None:
@@ -252,6 +272,7 @@ def load_parameters(step_directory: Path, parameters: Parameters, mesh: Mesh) ->
             parameter_shardings(saved, mesh),
         )
         restored = checkpointer.restore(step_directory / PARAMETERS, target)
+
     def fit(tree: Parameters) -> Parameters:  # a converted checkpoint keeps its source's dtype
         restacked = restack(tree, parameters)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restacked, parameters)

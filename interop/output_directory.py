@@ -1,0 +1,76 @@
+"""A directory that appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import UserError
+
+
+@contextlib.contextmanager
+def output_directory(path: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` when the block ends without an exception.
+
+    It lies beside `path` under a hidden name. After an exception it is removed; one that a killed
+    run left behind is removed by the next.
+
+    Raises:
+      UserError: `path` exists, cannot be written, another process is writing it, or the disk is too
+        small or full.
+    """
+    path = path.expanduser().absolute()
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path} exists already: remove it or choose another folder")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent} does not exist: make that folder first")
+    free = shutil.disk_usage(path.parent).free
+    if needed_bytes > free:
+        raise UserError(
+            f"{path} needs {needed_bytes / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free: "
+            "make room or choose another disk"
+        )
+    work = path.parent / f".{path.name}.incomplete"
+    lock_path = path.parent / f".{path.name}.lock"
+    try:
+        lock = os.open(lock_path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): choose another folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{path} is being written by another process: wait for it") from error
+        _remove(work)
+        work.mkdir()
+        try:
+            yield work
+            os.rename(work, path)
+        except BaseException:
+            _remove(work)
+            raise
+        finally:
+            lock_path.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
+            raise UserError(
+                f"{path} could not be written ({error.strerror}), nothing is left of it: make room "
+                "or choose another disk"
+            ) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def _remove(work: Path) -> None:
+    if work.is_symlink() or work.is_file():
+        work.unlink()
+    elif work.exists():
+        shutil.rmtree(work)

@@ -1,0 +1,155 @@
+"""Our parameters on disk, a slab at a time: written in a layout that Orbax reads, read from any.
+
+A converted checkpoint is a Zarr 3 array per parameter, uncompressed, with its axes in the stored
+order of `layout.py`; Orbax restores it like one of its own. `ParameterReader` reads that and what
+training saves (OCDBT).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from .layout import Index, Parameter
+
+_CHUNK_BYTES = 128 * 2**20
+_ORBAX_METADATA = "_METADATA"
+
+
+class ParameterWriter:
+    """Writes parameters of known shapes into an Orbax item; `finish` makes it readable."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self._tree: dict[str, Any] = {}
+        self._arrays: list[dict[str, Any]] = []
+
+    def add(self, parameter: Parameter, dtype: np.dtype) -> None:
+        """Declares a parameter; its slabs can then be written in any order."""
+        (self.folder / parameter.name).mkdir()
+        chunk = list(parameter.shape)
+        chunk[: parameter.leading] = [1] * parameter.leading
+        first = parameter.leading + parameter.order[0]
+        chunk[first] = chunk_rows(parameter, dtype)
+        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if parameter.stored_axes != tuple(range(len(parameter.shape))):
+            order = {"order": list(parameter.stored_axes)}
+            codecs.insert(0, {"name": "transpose", "configuration": order})
+        description = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(parameter.shape),
+            "data_type": dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": 0,
+            "codecs": codecs,
+        }
+        (self.folder / parameter.name / "zarr.json").write_text(json.dumps(description))
+        self._tree[str(parameter.path)] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in parameter.path],
+            "value_metadata": {
+                "value_type": "jax.Array",
+                "skip_deserialize": False,
+                "write_shape": list(parameter.shape),
+            },
+        }
+        self._arrays.append({
+            "array_metadata": {
+                "param_name": parameter.name,
+                "write_shape": list(parameter.shape),
+                "chunk_shape": chunk,
+                "ext_metadata": None,
+            }
+        })  # fmt: skip
+
+    def write(
+        self, parameter: Parameter, leading: tuple[int, ...], chunk: int, data: np.ndarray
+    ) -> None:
+        """Writes chunk number `chunk` along the first stored axis of one slab. Thread-safe."""
+        index = [0] * len(parameter.shape)
+        index[: parameter.leading] = leading
+        index[parameter.leading + parameter.order[0]] = chunk
+        name = ".".join(["c", *map(str, index)])
+        with (self.folder / parameter.name / name).open("wb", buffering=0) as file:
+            view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+            while view:
+                view = view[file.write(view) :]
+
+    def finish(self) -> None:
+        """Writes what tells Orbax that these are arrays of one tree."""
+        arrays = self.folder / "array_metadatas"
+        arrays.mkdir()
+        (arrays / "process_0").write_text(json.dumps({"array_metadatas": self._arrays}))
+        metadata = {
+            "tree_metadata": self._tree,
+            "use_ocdbt": False,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        (self.folder / _ORBAX_METADATA).write_text(json.dumps(metadata))
+
+
+def chunk_rows(parameter: Parameter, dtype: np.dtype) -> int:
+    """Length of a chunk along the first stored axis, a divisor of it.
+
+    gate and up are a chunk each, so that each is one tensor of Hugging Face's; q, k and v
+    interleave in theirs, which stays whole; the rest is cut where it exceeds 128 MiB.
+    """
+    if parameter.kind == "gate_up":
+        return 1
+    rows = parameter.slab_shape[0]
+    if parameter.kind == "qkv":
+        return rows
+    row_bytes = math.prod(parameter.slab_shape[1:]) * dtype.itemsize
+    parts = max(1, math.ceil(rows * row_bytes / _CHUNK_BYTES))
+    while rows % parts:
+        parts += 1
+    return rows // parts
+
+
+class ParameterReader:
+    """Reads slabs of a checkpoint's parameters item, whoever wrote it.
+
+    Attributes:
+      shapes, dtypes: by dotted name.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            metadata = json.loads((folder / _ORBAX_METADATA).read_text(encoding="utf-8"))
+            trees = metadata["tree_metadata"].values()
+            paths = [tuple(str(key["key"]) for key in leaf["key_metadata"]) for leaf in trees]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder} is not a checkpoint's parameters ({error})") from error
+        driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+        self._stores = {".".join(path): self._open(driver, ".".join(path)) for path in paths}
+        self.shapes = {name: tuple(store.shape) for name, store in self._stores.items()}
+        self.dtypes = {name: store.dtype.numpy_dtype for name, store in self._stores.items()}
+
+    def _open(self, driver: str, name: str) -> Any:
+        import tensorstore
+
+        kvstore: dict[str, Any] = {"driver": "file", "path": f"{self.folder}/{name}/"}
+        if (self.folder / "manifest.ocdbt").exists():
+            kvstore = {"driver": "ocdbt", "base": f"file://{self.folder}/", "path": f"{name}/"}
+        try:
+            return tensorstore.open(
+                {"driver": driver, "kvstore": kvstore, "recheck_cached_data": "open"}, read=True
+            ).result()
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{self.folder}: parameter {name} cannot be read ({reason})") from error
+
+    def read(self, parameter: Parameter, leading: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """`index` of one slab in stored order."""
+        store = self._stores[parameter.name].transpose(parameter.stored_axes)
+        return store[(*leading, *index)].read().result()
