@@ -120,17 +120,17 @@ class DataConfig:
 
     def single(self) -> list["DataConfig"]:
         """A configuration of `path` alone for each source; of `path` without `sources`."""
-        config: DataConfig = self
-        sources = self.sources or (SourceConfig(path=self.path),)
         return [
-            dataclasses.replace(
-                config,
-                sources=(),
-                path=source.path,
-                field=source.field or self.field,
-                format=source.format or self.format,
+            DataConfig(
+                **vars(self)
+                | {
+                    "sources": (),
+                    "path": source.path,
+                    "field": source.field or self.field,
+                    "format": source.format or self.format,
+                }
             )
-            for source in sources
+            for source in self.sources or (SourceConfig(path=self.path),)
         ]
 
 
