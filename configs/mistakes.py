@@ -116,6 +116,7 @@ def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
 
 def as_written(value: object) -> str:
     """Returns a value as YAML writes it."""
+    value = list(value) if isinstance(value, tuple) else value
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
