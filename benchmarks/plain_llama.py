@@ -1,7 +1,10 @@
-"""The twin that our float32 step is measured against: the same Llama and AdamW in plain JAX, no NNX, no fp4zoo.
+"""The twin that our float32 step is measured against: the same Llama and AdamW in plain JAX.
 
-Parameters are a dict of arrays stacked over layers; the step is one jitted function with donated state.
-Legend: B batch, T tokens, D width, H heads, K key/value heads, G = H / K, F feed-forward, V vocabulary.
+No NNX, no fp4zoo. Parameters are a dict of arrays stacked over layers; the step is one jitted
+function with donated state.
+
+Legend: B batch, T tokens, D width, H heads, K key/value heads, G = H / K, F feed-forward,
+V vocabulary.
 """
 
 import functools

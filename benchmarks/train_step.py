@@ -2,8 +2,9 @@
 
     python benchmarks/train_step.py [--rounds 15]
 
-Everything is timed in one run, the variants in turn, so that the machine's mood hits all of them; the ratios
-are of medians. The steps are the ones that train.py runs (training/program.py); the twin is plain_llama.py.
+Everything is timed in one run, the variants in turn, so that the machine's mood hits all of them;
+the ratios are of medians. The steps are the ones that train.py runs (training/program.py); the twin
+is plain_llama.py.
 """
 
 import argparse
@@ -115,9 +116,8 @@ def compare(title: str, steps: dict[str, Timed], base: str, rounds: int) -> None
     for _ in range(rounds + 2):
         for step in steps.values():
             step()
-    print(
-        f"\n{title}\n{'':28s}{'median':>10s}{'ratio':>8s}{'temporaries':>14s}{'ratio':>8s}{'compile':>10s}"
-    )
+    header = f"{'median':>10s}{'ratio':>8s}{'temporaries':>14s}{'ratio':>8s}{'compile':>10s}"
+    print(f"\n{title}\n{'':28s}{header}")
     for name, step in steps.items():
         print(
             f"{name:28s}{step.median * 1e3:7.1f} ms{step.median / steps[base].median:8.3f}"
@@ -152,16 +152,15 @@ def mixture(rounds: int) -> None:
 
 
 def depth() -> None:
-    """The size of the program, and the Python time of a step whose arithmetic is next to nothing."""
+    """The size of the program, and the Python time of a step with next to no arithmetic."""
     sizes = {}
     for layers in (8, 32):
         shape = SHAPES["width 256"] | {"layers": layers}
         sizes[layers] = len(
             Program(load(overrides(**shape) + FULL_RECIPE)).lower_train_step().as_text()
         )
-    print(
-        f"\nlowered HLO, 32 blocks / 8 blocks: {sizes[32] / sizes[8]:.3f} ({sizes[8]} characters for 8)"
-    )
+    ratio = sizes[32] / sizes[8]
+    print(f"\nlowered HLO, 32 blocks / 8 blocks: {ratio:.3f} ({sizes[8]} characters for 8)")
     keys = [
         "model=llama-tiny",
         "model.num_layers=2",
@@ -185,9 +184,8 @@ def depth() -> None:
         state, metrics = compiled(state, program.place(batch))
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - begin)
-    print(
-        f"a step of next to no arithmetic, Python and all: {statistics.median(seconds) * 1e3:.2f} ms"
-    )
+    milliseconds = statistics.median(seconds) * 1e3
+    print(f"a step of next to no arithmetic, Python and all: {milliseconds:.2f} ms")
 
 
 def machine() -> str:

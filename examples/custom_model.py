@@ -2,9 +2,9 @@
 
     python examples/custom_model.py [--steps 200]
 
-The model is plain Flax NNX with `nnx.Linear`. `quantize_model` swaps the linear layers of its blocks;
-the embedding and the output head stay in high precision. Both versions start from the same weights, see
-the same batches, and print their losses side by side.
+The model is plain Flax NNX with `nnx.Linear`. `quantize_model` swaps the linear layers of its
+blocks; the embedding and the output head stay in high precision. Both versions start from the same
+weights, see the same batches, and print their losses side by side.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class ByteModel(nnx.Module):
         self.blocks = nnx.List([Block(2**i, rngs) for i in range(BLOCKS)])
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
-    def __call__(self, bytes_: jax.Array) -> jax.Array:  # [batch, sequence] -> [batch, sequence, 256]
+    def __call__(self, bytes_: jax.Array) -> jax.Array:  # [batch, sequence] -> [..., 256]
         x = self.embedding(bytes_)
         for block in self.blocks:
             x = block(x)
@@ -61,7 +61,7 @@ def train_step(model: ByteModel, optimizer: nnx.Optimizer, batch: jax.Array) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="training steps")
     steps = parser.parse_args().steps
 
@@ -71,12 +71,17 @@ def main() -> None:
         "float32": ByteModel(nnx.Rngs(0)),
         "nvfp4": quantize_model(ByteModel(nnx.Rngs(0)), recipe="nvfp4", include=r"blocks\..*"),
     }
-    optimizers = {name: nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param) for name, model in models.items()}
+    optimizers = {
+        name: nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+        for name, model in models.items()
+    }
     losses = {name: [] for name in models}
     random = np.random.default_rng(0)
     for step in range(1, steps + 1):
         starts = random.integers(0, len(data) - CONTEXT - 1, size=32)
-        batch = jnp.asarray(np.stack([data[start : start + CONTEXT + 1] for start in starts]), jnp.int32)
+        batch = jnp.asarray(
+            np.stack([data[start : start + CONTEXT + 1] for start in starts]), jnp.int32
+        )
         for name, model in models.items():
             losses[name].append(float(train_step(model, optimizers[name], batch)))
         if step == 1 or step % 50 == 0 or step == steps:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..numerics import Recipe, get_recipe, linear
 from ..numerics.formats import BLOCK
@@ -38,8 +39,8 @@ class NVFP4Dense(nnx.Module):
         out_features: int | Sequence[int],
         *,
         use_bias: bool = True,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,  # type: ignore[assignment]
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,

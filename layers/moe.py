@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..numerics import Recipe, grouped_linear
 from .dense import resolve_recipe
@@ -50,8 +51,8 @@ class NVFP4MoE(nnx.Module):
         experts_per_token: int,
         *,
         capacity_factor: float | None = None,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,  # type: ignore[assignment]
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         router_init: Initializer = nnx.initializers.normal(0.02),
         gate_up_init: Initializer = _default_init,
         down_init: Initializer = _default_init,

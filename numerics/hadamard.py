@@ -6,6 +6,9 @@ the product and is never inverted. Source: arXiv 2509.25149; the sign vector is 
 Engine's.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,4 +50,4 @@ def random_hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
         jax.lax.slice_in_dim(blocks, i, i + 1, axis=axis + 1) * coefficients[i]
         for i in range(BLOCK)
     ]
-    return sum(terms[1:], terms[0]).reshape(x.shape).astype(x.dtype)
+    return functools.reduce(operator.add, terms).reshape(x.shape).astype(x.dtype)
