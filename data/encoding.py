@@ -131,7 +131,7 @@ class DocumentEncoder:
         eos_id = self._tokenizer.eos_id
         has_own_end = mask is not None and len(ids) > 0 and ids[-1] == eos_id
         if self._has_end and not has_own_end:
-            ids = np.append(ids, eos_id)
+            ids = np.concatenate([ids, [eos_id]], dtype=np.int32, casting="unsafe")
             # After an answer the end is to be learned, after what somebody else says not.
             mask = None if mask is None else np.append(mask, mask[-1] if len(mask) else 0)
         first = None

@@ -184,11 +184,11 @@ class BestFit(Packing):
         rank[np.argsort(earliest)] = np.arange(self.num_rows)
         rows = rank[rows]
         order = np.argsort(rows, kind="stable")
-        self._begins, self._pieces = begins[order], pieces[order]
+        self._begins, self._pieces = begins[order], pieces[order].astype(np.int32)
         self._is_start = within[order] == 0
-        self._documents = documents[order]
+        self._documents = documents[order].astype(np.int32)
         self._row_starts = np.append(0, np.cumsum(np.bincount(rows, minlength=self.num_rows)))
-        ends = np.append(0, np.cumsum(self._pieces))
+        ends = np.append(0, np.cumsum(self._pieces, dtype=np.int64))
         self._columns = ends[:-1] - np.repeat(
             ends[self._row_starts[:-1]], np.diff(self._row_starts)
         )

@@ -23,7 +23,7 @@ from .tokenizer import Tokenizer
 
 _ENDLESS = 2**62
 _GROUPS_AHEAD_PER_WORKER = 2
-_TOKENS_PER_GROUP = 1 << 15
+_TOKENS_PER_GROUP = 1 << 16
 
 
 class _BatchGroups:

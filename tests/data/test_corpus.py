@@ -2,6 +2,8 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -176,3 +178,25 @@ def test_what_was_done_is_said_in_one_line(byte_config, capfd):
 def test_a_bad_option_is_named_with_its_value(key, value):
     with pytest.raises(UserError, match=rf"data\.{key}={value}(: unknown choice| must)"):
         DataConfig(**{key: value})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's peak memory")
+def test_memory_does_not_grow_with_the_file(tmp_path, cache_home):
+    code = (
+        "import sys; from fp4zoo.data import *; shape = {'batch_size': 8, 'sequence_length': 512}; "
+        "config = DataConfig(path=sys.argv[1], tokenizer='bytes'); "
+        "iterator = make_train_iterator(config, ByteTokenizer(), seed=0, **shape); "
+        "[next(iterator) for _ in range(100)]; "
+        "print(open('/proc/self/status').read().split('RssAnon:')[1].split()[0])"
+    )
+    kilobytes = []
+    for number in (10_000, 100_000):  # documents of 2 KB
+        path = tmp_path / f"{number}.jsonl"
+        with open(path, "w") as file:
+            for index in range(number):
+                file.write(json.dumps({"text": f"{index} " * 300}) + "\n")
+        command = [sys.executable, "-c", code, str(path)]
+        kilobytes.append(int(subprocess.check_output(command, text=True)))
+    assert path.stat().st_size > 150e6
+    assert kilobytes[1] - kilobytes[0] < 30_000, kilobytes
