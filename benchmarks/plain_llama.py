@@ -81,7 +81,7 @@ def loss(parameters, batch):
 
 
 def make_step(optimizer):
-    """(state, batch) -> (state, (loss, gradient norm)), gradients clipped to norm 1; donate the state."""
+    """(state, batch) -> (state, (loss, gradient norm)), clipped to norm 1; donate the state."""
 
     def step(state, batch):
         parameters, moments = state
