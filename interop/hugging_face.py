@@ -285,9 +285,9 @@ def export_dtypes(source: Checkpoint, dtype: str | None) -> dict[str, np.dtype]:
     """The dtype that every Hugging Face tensor of a checkpoint is exported in."""
     names = source.layout.tensor_shapes()
     if dtype is not None:
-        return dict.fromkeys(names, FLOATS[dtype])
+        return {name: FLOATS[dtype] for name in names}
     if source.conversion is None:
-        return dict.fromkeys(names, FLOATS["float32"])
+        return {name: FLOATS["float32"] for name in names}
     origin = source.conversion
     return {name: FLOATS[origin.other_dtypes.get(name, origin.dtype)] for name in names}
 

@@ -43,12 +43,17 @@ def global_scale(amax: float, rule: Rule, *, in_bfloat16: bool = False) -> np.fl
     """compressed-tensors' divisor 2688 / amax, or ModelOpt's factor amax / 2688.
 
     in_bfloat16: as llm-compressor does for a bfloat16 weight: every step rounded to bfloat16.
+
+    A matrix of zeros has 1, so that no block divides zero by zero.
     """
+    if amax == 0:
+        return np.float32(1)
     if rule == "modelopt":
         return np.float32(amax) / np.float32(NVFP4_MAX)
     dtype = np.dtype(ml_dtypes.bfloat16 if in_bfloat16 else np.float32)
     value = np.maximum(np.asarray(amax, dtype), ml_dtypes.finfo(dtype).smallest_normal)
-    scale = (np.asarray(1, dtype) / value).astype(dtype) * np.asarray(NVFP4_MAX, dtype)
+    with np.errstate(over="ignore"):
+        scale = (np.asarray(1, dtype) / value).astype(dtype) * np.asarray(NVFP4_MAX, dtype)
     return np.float32(scale) if np.isfinite(np.float32(scale)) else np.float32(1)
 
 

@@ -78,7 +78,7 @@ class ParameterWriter:
         index[parameter.leading + parameter.order[0]] = chunk
         name = ".".join(["c", *map(str, index)])
         with (self.folder / parameter.name / name).open("wb", buffering=0) as file:
-            view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+            view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
             while view:
                 view = view[file.write(view) :]
 

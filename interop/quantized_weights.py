@@ -30,7 +30,8 @@ class QuantizedWeights:
         config = directory.config
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         check_choice("dtype", dtype, FLOATS)
-        self._rule, self._parts, self._dtype = rule, parts, FLOATS[dtype]
+        self._rule: Rule = rule
+        self._parts, self._dtype = parts, FLOATS[dtype]
         self._plain = PlainWeights(rest)
         self.quantized = frozenset(parts)
         self.dtypes = {**self._plain.dtypes, **dict.fromkeys(parts, self._dtype)}

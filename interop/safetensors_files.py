@@ -164,7 +164,7 @@ class SafetensorsWriter:
         The caller has checked dtype and shape.
         """
         place, nbytes = self._places[name]
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         begin = first * array.itemsize
         assert begin + len(data) <= nbytes, name
         with self._lock:

@@ -26,7 +26,7 @@ EXPECTED = np.load(Path(__file__).parent / "transformers_logits.npz")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"llama3.1-older"}))  # the same config
 def test_logits_are_those_of_transformers(name, tmp_path):
     model = load_hugging_face(write(tmp_path / "hf", CONFIGS[name], tensors(CONFIGS[name])))
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS, jnp.int32))
