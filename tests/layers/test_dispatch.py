@@ -18,7 +18,7 @@ from fp4zoo.layers.dispatch import (
     to_experts,
 )
 
-SHAPES = [(1, 1, 4), (5, 2, 3), (37, 2, 4), (64, 3, 8), (300, 1, 2)]  # M, K, E: few to compile
+SHAPES = [(1, 1, 4), (37, 2, 5), (300, 1, 2)]  # M, K, E: few to compile
 plan = jax.jit(plan_dispatch, static_argnums=(1, 2))
 
 
@@ -40,7 +40,7 @@ def kept_choices(experts, num_experts, limit):
 
 
 @settings(max_examples=60, deadline=None)
-@given(routings(), st.sampled_from([None, 0.5, 1.25]))
+@given(routings(), st.sampled_from([None, 0.6]))
 def test_a_choice_has_one_row_and_a_row_one_choice(routing, capacity_factor):
     experts, num_experts = routing
     dispatch = plan(experts, num_experts, capacity_factor)
@@ -82,7 +82,7 @@ def transport(x, weights, experts, num_experts, capacity_factor):
 
 
 @settings(max_examples=25, deadline=None)
-@given(routings(), st.sampled_from([None, 0.5]))
+@given(routings(), st.sampled_from([None, 0.6]))
 def test_rows_and_gradients_are_those_of_a_permutation_matrix(routing, capacity_factor):
     experts, num_experts = routing
     tokens, choices = experts.shape
