@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..errors import UserError
 from ..numerics import Recipe, get_recipe, linear
 from ..numerics.formats import BLOCK
 from .rounding import RoundingStream
@@ -126,7 +127,7 @@ def resolve_recipe(
     """
     recipe = get_recipe(recipe)
     if on_unsupported not in ("error", "bf16"):
-        raise ValueError(f'on_unsupported={on_unsupported!r}: use "error" or "bf16"')
+        raise UserError(f'on_unsupported={on_unsupported!r}: use "error" or "bf16"')
     for dimension, value in dimensions.items():
         if recipe.uses_fp4 and value % BLOCK:
             fault = (
@@ -134,7 +135,7 @@ def resolve_recipe(
                 f"{recipe.name!r} needs"
             )
             if on_unsupported == "error":
-                raise ValueError(
+                raise UserError(
                     f'{fault}: use {value + -value % BLOCK}, leave the layer in recipe="bf16", or '
                     'on_unsupported="bf16"'
                 )

@@ -21,7 +21,14 @@ from ..layers.norm import RMSNorm
 from ..layers.rope import RopeTables, rope_frequencies, rope_tables
 from ..numerics import GEMM_NAME, QUANTIZED_NAME, Recipe
 from .config import ModelConfig
-from .precision_plan import LinearShape, PrecisionRules, Segment, make_plan, make_segments
+from .precision_plan import (
+    LinearShape,
+    PrecisionRules,
+    Segment,
+    fit_rules,
+    make_plan,
+    make_segments,
+)
 
 ACTIVATION_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 REMAT_POLICIES = ("none", "save_quantized", "full")
@@ -127,6 +134,7 @@ class Decoder(nnx.Module):
         self.check(config)
         self.config = config
         self.remat = remat
+        rules = fit_rules(rules, recipe, config)
         self.segments = make_segments(config.num_layers, recipe, rules)
         self.plan = make_plan(
             recipe,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import logging
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 from ..numerics import Recipe, get_recipe
+from ..numerics.formats import BLOCK
+from .config import ModelConfig
+
+logger = logging.getLogger("fp4zoo")
 
 # Share of the blocks kept in BF16 at either end when a rule gives no number: 2 and 8 of 62, as in
 # the 12-billion-parameter run of arXiv 2509.25149.
@@ -25,14 +30,18 @@ class PrecisionRules:
         one in a model of four blocks or more.
       attention: whether the attention projections of the other blocks are FP4.
       mlp: whether the feed-forward of the other blocks is FP4.
+      on_unsupported: what to do with projections whose dimensions blocks of 16 do not divide:
+        "error" stops, "bf16" says so and leaves them BF16.
     """
 
     first_blocks: int | None = None
     last_blocks: int | None = None
     attention: bool = True
     mlp: bool = True
+    on_unsupported: Literal["error", "bf16"] = "error"
 
     def __post_init__(self) -> None:
+        check_choice("precision.rules.on_unsupported", self.on_unsupported, ("error", "bf16"))
         for name in ("first_blocks", "last_blocks"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -95,6 +104,35 @@ class PrecisionRow(NamedTuple):
     parameters: int
     parameter_share: float
     flops_share: float
+
+
+def fit_rules(rules: PrecisionRules, recipe: Recipe | str, config: ModelConfig) -> PrecisionRules:
+    """The rules as far as the model's dimensions allow them, `on_unsupported` applied.
+
+    Raises:
+      UserError: blocks of 16 do not divide a dimension and the rules say "error".
+    """
+    recipe = get_recipe(recipe)
+    sizes = {
+        "attention": {"embed_dim": config.embed_dim, "head_dim": config.resolved_head_dim},
+        "mlp": {"embed_dim": config.embed_dim, "mlp_dim": config.mlp_dim},
+    }
+    for group, dimensions in sizes.items():
+        for name, size in dimensions.items():
+            if not (recipe.uses_fp4 and getattr(rules, group) and size % BLOCK):
+                continue
+            fault = (
+                f"model.{name}={size} is not a multiple of {BLOCK}, which {recipe.name} needs in "
+                f"{group} projections"
+            )
+            if rules.on_unsupported == "error":
+                raise UserError(
+                    f"{fault}: use {size + -size % BLOCK}, precision.rules.{group}=false, or "
+                    "precision.rules.on_unsupported=bf16"
+                )
+            logger.warning("%s: they run in bf16", fault)
+            rules = replace(rules, **{group: False})
+    return rules
 
 
 def make_segments(

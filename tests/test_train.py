@@ -334,9 +334,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(run, tmp_path,
 
 
 def test_a_model_that_is_too_large_stops_before_anything_is_allocated(tmp_path, capsys):
-    status = train.main(
-        ["model=mixtral-8x7b", "precision=nvfp4", f"output_dir={tmp_path / 'run'}"]
-    )
+    status = train.main(["model=mixtral-8x7b", "precision=nvfp4", f"output_dir={tmp_path / 'run'}"])
     error = capsys.readouterr().err
     assert status == 2
     assert error.startswith("error: this run needs ")

@@ -166,7 +166,12 @@ def limited(self, state, **items):
 Checkpoints.save = limited
 """
     begin = time.monotonic()
-    _, error = finish(start(prelude=prelude, ), status=1)
+    _, error = finish(
+        start(
+            prelude=prelude,
+        ),
+        status=1,
+    )
     assert time.monotonic() - begin < 200
     # tensorstore's other threads may print to standard error before it; the reason comes last.
     last = error.splitlines()[-1]

@@ -3,7 +3,7 @@ from flax import nnx
 
 from fp4zoo import models
 from fp4zoo.models import ModelConfig, MoEConfig, PrecisionRules
-from fp4zoo.models.precision_plan import make_segments
+from fp4zoo.models.precision_plan import fit_rules, make_segments
 
 RULES = PrecisionRules()
 
@@ -131,3 +131,23 @@ def test_summary_is_a_table():
     )
     assert len({len(line) for line in lines[1:]}) == 1
     assert lines[2].split() == ["blocks", "0-2", "attention.qkv", "nvfp4", "6,144", "18.8", "18.8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [({"mlp_dim": 72}, "attention"), ({"head_dim": 24}, "mlp"), ({"embed_dim": 40}, None)],
+)
+def test_dimensions_that_blocks_do_not_divide_stop_or_stay_bf16(changes, kept, caplog):
+    config = ModelConfig(
+        **{
+            "architecture": "llama", "vocab_size": 64, "num_layers": 2, "embed_dim": 32,
+            "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 48, "max_positions": 64,
+        } | changes
+    )  # fmt: skip
+    ((name, size),) = changes.items()
+    with pytest.raises(ValueError, match=rf"model\.{name}={size} .* use {size + 8}, precision"):
+        fit_rules(RULES, "nvfp4", config)
+    assert fit_rules(RULES, "bf16", config) == RULES
+    fitted = fit_rules(PrecisionRules(on_unsupported="bf16"), "nvfp4", config)
+    assert (fitted.attention, fitted.mlp) == (kept == "attention", kept == "mlp")
+    assert f"{name}={size}" in caplog.text

@@ -1,0 +1,41 @@
+"""The emulation computes the same on an accelerator, where operands stay in 16 bits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fp4zoo.numerics import get_recipe, linear, platform
+from fp4zoo.numerics.backends import emulated
+
+
+def outputs_and_gradients(recipe: str) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, g = jax.random.normal(keys[0], (64, 128)), jax.random.normal(keys[1], (64, 64))
+    kernel = 0.1 * jax.random.normal(keys[2], (128, 64))
+
+    @jax.jit
+    def run(x, kernel, g):
+        def layer(x, kernel):
+            return linear(x, kernel, recipe=get_recipe(recipe), key=jax.random.key(1))
+
+        y, pull_back = jax.vjp(layer, x, kernel)
+        return y, *pull_back(g)
+
+    return run(x, kernel, g)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16", "fp16"])
+def test_sixteen_bit_operands_give_the_same_products(recipe, monkeypatch):
+    on_cpu = outputs_and_gradients(recipe)
+    for module in (platform, emulated):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    on_accelerator = outputs_and_gradients(recipe)
+    for a, b in zip(on_cpu, on_accelerator, strict=True):
+        assert jnp.max(jnp.abs(a - b)) <= 1e-6 * jnp.max(jnp.abs(a))
+
+
+def test_matmul_operands_are_float32_on_a_cpu_alone(monkeypatch):
+    x = jnp.ones(4, jnp.bfloat16)
+    assert platform.matmul_operand(x).dtype == jnp.float32
+    monkeypatch.setattr(platform, "on_cpu", lambda: False)
+    assert platform.matmul_operand(x).dtype == jnp.bfloat16
