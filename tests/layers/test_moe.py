@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp4zoo.layers import NVFP4MoE
+from fp4zoo.layers import NVFP4MoE, moe
 from fp4zoo.layers.dispatch import capacity_rows
 from fp4zoo.numerics import get_recipe, linear
 
@@ -220,6 +220,22 @@ class TestNVFP4:
             assert np.any(one[3][name][...] != other[3][name][...])
         assert np.any(one[4] != other[4])
         np.testing.assert_array_equal(one[0], other[0])
+
+    def test_the_two_products_draw_from_two_keys(self, monkeypatch):
+        layer, keys = make("nvfp4"), []
+
+        def recorded(x, kernel, *_, key, **__):
+            keys.append(jax.random.key_data(key))
+            return jnp.zeros((*x.shape[:2], *kernel.shape[2:]))
+
+        @jax.jit
+        def keys_of_two_calls(x):
+            layer(x, rounding_key=KEY)
+            layer(x)
+            return jnp.stack(keys)
+
+        monkeypatch.setattr(moe, "grouped_linear", recorded)
+        assert len(np.unique(keys_of_two_calls(tokens()), axis=0)) == 4
 
     def test_bfloat16_activations_have_float32_gradients(self):
         graph, state = nnx.split(make("nvfp4", dtype=jnp.bfloat16))

@@ -19,6 +19,11 @@ from fp4zoo.numerics.hadamard import MATRIX
 from fp4zoo.numerics.random_bits import fold, random_bits
 
 FLOAT32_MAX = np.finfo(np.float32).max
+HIGH_PRECISION = {
+    Format.BF16: ml_dtypes.bfloat16,
+    Format.FP16: np.float16,
+    Format.FP32: np.float32,
+}
 
 
 class Gemms(NamedTuple):
@@ -71,7 +76,7 @@ def operand(spec: Operand, x, bits=None, exact=False) -> np.ndarray:
     if spec.hadamard:
         x = hadamard(x).astype(ml_dtypes.bfloat16).astype(np.float32)
     if spec.format is not Format.NVFP4:
-        return x.astype(spec.format.dtype).astype(np.float64)
+        return x.astype(HIGH_PRECISION[spec.format]).astype(np.float64)
     stochastic = spec.stochastic
     return quantized(
         x,

@@ -76,7 +76,7 @@ class TestAgainstReference:
         for ours, reference in zip(run(recipe, x, w, g), expected(recipe, x, w, g), strict=True):
             assert_close(ours, reference)
 
-    @pytest.mark.parametrize("tokens", [(), (64,), (3, 2, 16), (2, 5)], ids=str)
+    @pytest.mark.parametrize("tokens", [(), (64,), (3, 2, 16), (2, 24)], ids=str)
     def test_every_shape_of_tokens(self, tokens):
         x, w, g = operands(tokens)
         y, dx, dw = run("nvfp4", x, w, g)
@@ -132,6 +132,26 @@ class TestDtypes:
         _, _, dw = run(recipe, x, w, g)
         assert_close(dw, expected(recipe, x, w, g).dw)
         assert np.all(dw != 0)
+
+    @pytest.mark.parametrize("recipe", ["nvfp4", "bf16", "fp32"])
+    def test_output_dtype(self, recipe):
+        """float32 logits of bfloat16 activations, with float32 incoming gradients."""
+        x, w, g = operands(dtype=jnp.bfloat16)
+        g = g.astype(np.float32) * np.float32(1.001)  # not bfloat16 values
+
+        @jax.jit
+        def run_wide(x, w, g):
+            call = functools.partial(
+                linear, recipe=get_recipe(recipe), key=KEY, output_dtype=jnp.float32
+            )
+            y, pullback = jax.vjp(call, x, w)
+            return y, *pullback(g)
+
+        y, dx, dw = run_wide(x, w, g)
+        assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+        reference = expected(recipe, x, w, g)
+        assert_close(y, reference.y)
+        assert_close(dw, reference.dw)
 
     def test_float32_is_a_plain_matmul_bit_for_bit(self):
         x, w, g = operands()
