@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,13 +85,17 @@ class Timed:
         return statistics.median(self.seconds[2:])  # the first two warm caches
 
 
+def temporary_bytes(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def zoo(keys: list[str], batch: dict[str, np.ndarray]) -> Timed:
     program = Program(load(keys))
     begin = time.perf_counter()
     compiled = program.compile_train_step()
     seconds = time.perf_counter() - begin
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return Timed(compiled, program.initial_state(), program.place(batch), temporaries, seconds)
+    state, placed = program.initial_state(), program.place(batch)
+    return Timed(compiled, state, placed, temporary_bytes(compiled), seconds)
 
 
 def twin(layers: int, width: int, mlp: int, batch: dict[str, np.ndarray]) -> Timed:
@@ -109,7 +114,7 @@ def twin(layers: int, width: int, mlp: int, batch: dict[str, np.ndarray]) -> Tim
     begin = time.perf_counter()
     compiled = step.lower(state, batch).compile()
     seconds = time.perf_counter() - begin
-    return Timed(compiled, state, batch, compiled.memory_analysis().temp_size_in_bytes, seconds)
+    return Timed(compiled, state, batch, temporary_bytes(compiled), seconds)
 
 
 def compare(title: str, steps: dict[str, Timed], base: str, rounds: int) -> None:
