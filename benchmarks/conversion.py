@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4zoo.interop.hub_config import hub_config
-from fp4zoo.interop.hugging_face import hub_writers
+from fp4zoo.interop.hub_export import hub_writers
 from fp4zoo.interop.layout import Layout
 from fp4zoo.models import ModelConfig, MoEConfig
 

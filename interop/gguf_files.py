@@ -15,8 +15,9 @@ from ..errors import UserError, did_you_mean
 from ..layers.rope import RopeScaling, rope_frequencies
 from ..models import ModelConfig, MoEConfig
 from .hub_config import hub_config
-from .hugging_face import Origin, Progress, write_checkpoint
+from .hugging_face import Origin, write_checkpoint
 from .layout import Layout
+from .output_directory import Progress
 from .weights import FLOATS, check_tensors
 
 GGUF_SUFFIX = ".gguf"

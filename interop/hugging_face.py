@@ -1,14 +1,10 @@
-"""Hugging Face checkpoints in and out, exactly, a tensor at a time."""
+"""Hugging Face checkpoints in, exactly, a tensor at a time; hub_export.py is the way out."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
-import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,36 +14,28 @@ import numpy as np
 from flax import nnx
 
 from .. import models
-from ..errors import UserError, check_choice
+from ..errors import UserError
 from ..models import ModelConfig, PrecisionRules
 from ..numerics import Recipe
 from ..training.checkpoints import FOLDER, PARAMETERS
 from .checkpoint import (
     HUB_FOLDER,
     TOKENIZER_FOLDER,
-    Checkpoint,
     Conversion,
-    open_checkpoint,
     write_settings,
 )
-from .hub_config import hub_config, model_config
-from .hub_directory import INDEX, SINGLE, open_hub_directory
+from .hub_config import model_config
+from .hub_directory import open_hub_directory
 from .layout import LayerSegment, Layout, Parameter, Piece
-from .output_directory import output_directory
+from .output_directory import Progress, begin, copy_files, output_directory
 from .parameter_files import ParameterWriter, chunk_rows
-from .safetensors_files import SafetensorsWriter
 from .weights import (
-    FLOATS,
     Weights,
     check_finite,
     check_tensors,
     check_tied_head,
     hub_weights,
 )
-
-SHARD_BYTES = 5_000_000_000
-_WORKERS = 2  # one reads or checks while another writes; more only hold more memory
-Progress = Callable[[int], object]  # takes the bytes that were just done
 
 
 def from_hugging_face(
@@ -104,8 +92,8 @@ def write_checkpoint(
     with output_directory(Path(output), needed_bytes=_size(weights, layout)) as folder:
         write_parameters(weights, layout, folder / FOLDER / "0" / PARAMETERS, progress)
         write_settings(folder, layout.config, conversion)
-        _copy(origin.tokenizer_files, folder / TOKENIZER_FOLDER)
-        _copy(origin.other_files, folder / HUB_FOLDER)
+        copy_files(origin.tokenizer_files, folder / TOKENIZER_FOLDER)
+        copy_files(origin.other_files, folder / HUB_FOLDER)
     return Path(output)
 
 
@@ -163,187 +151,21 @@ def write_parameters(
 ) -> None:
     """Writes every parameter of the layout from Hugging Face weights, in their dtype."""
     writer = ParameterWriter(folder)
-    done = _progress(progress, _size(weights, layout))
-    jobs = []
+    done = begin(progress, _size(weights, layout))
     for parameter in layout.parameters:
         dtype = _stored_dtype(weights, layout, parameter)
+        rows = chunk_rows(parameter, dtype)
         writer.add(parameter, dtype)
         for leading in parameter.slabs():
-            jobs.append((parameter, dtype, leading))
-
-    def convert(job: tuple[Parameter, np.dtype, tuple[int, ...]]) -> None:
-        parameter, dtype, leading = job
-        pieces = layout.pieces(parameter, leading)
-        tensors = [weights.read(piece.name) for piece in pieces]
-        rows = chunk_rows(parameter, dtype)
-        for start in range(0, parameter.slab_shape[0], rows):
-            data = _chunk(parameter, pieces, tensors, start, start + rows)
-            check_finite(data, " or ".join(piece.name for piece in pieces))
-            data = data.astype(dtype, copy=False)
-            writer.write(parameter, leading, start // rows, data)
-            done(data.nbytes)
-
-    run_in_parallel(convert, iter(jobs))
+            pieces = layout.pieces(parameter, leading)
+            tensors = [weights.read(piece.name) for piece in pieces]
+            for start in range(0, parameter.slab_shape[0], rows):
+                data = _chunk(parameter, pieces, tensors, start, start + rows)
+                check_finite(data, " or ".join(piece.name for piece in pieces))
+                data = data.astype(dtype, copy=False)
+                writer.write(parameter, leading, start // rows, data)
+                done(data.nbytes)
     writer.finish()
-
-
-def to_hugging_face(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int], Progress] | None = None,
-) -> Path:
-    """Writes a checkpoint of ours as a plain Hugging Face folder.
-
-    dtype: "float32", "bfloat16" or "float16"; None keeps what a converted checkpoint came in, and
-      the float32 of a trained one.
-    shard_bytes: where the weights exceed this, they are split over several files.
-
-    Raises:
-      UserError: no checkpoint there, a value that is not finite, one that overflows `dtype`.
-    """
-    source = open_checkpoint(checkpoint)
-    if dtype is not None:
-        check_choice("dtype", dtype, FLOATS)
-    dtypes = export_dtypes(source, dtype)
-    shapes = source.layout.tensor_shapes()
-    tensors = {name: (dtypes[name], shapes[name]) for name in shapes}
-    total = sum(t.itemsize * math.prod(shape) for t, shape in tensors.values())
-    with output_directory(Path(output), needed_bytes=total) as folder:
-        with hub_writers(folder, tensors, shard_bytes) as writers:
-            export_plain(source, writers, dtypes, list(source.layout.parameters), progress)
-        config = export_config(source, dtype)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        copy_companions(source, folder)
-    return Path(output)
-
-
-def export_plain(
-    source: Checkpoint,
-    writers: dict[str, SafetensorsWriter],
-    dtypes: dict[str, np.dtype],
-    parameters: list[Parameter],
-    progress: Callable[[int], Progress] | None = None,
-) -> None:
-    """Writes these parameters' tensors, one slab or part of one at a time."""
-    sizes = (math.prod(p.shape) * source.reader.dtypes[p.name].itemsize for p in parameters)
-    done = _progress(progress, sum(sizes))
-    jobs = ((parameter, leading) for parameter in parameters for leading in parameter.slabs())
-
-    def convert(job: tuple[Parameter, tuple[int, ...]]) -> None:
-        parameter, leading = job
-        pieces = source.layout.pieces(parameter, leading)
-        for first, piece, data in _slab_parts(source, parameter, leading, pieces):
-            check_finite(data, piece.name)
-            done(data.nbytes)
-            writers[piece.name].write(
-                piece.name, cast(data, dtypes[piece.name], piece.name), first=first
-            )
-
-    run_in_parallel(convert, jobs)
-
-
-def _slab_parts(
-    source: Checkpoint, parameter: Parameter, leading: tuple[int, ...], pieces: tuple[Piece, ...]
-) -> Iterator[tuple[int, Piece, np.ndarray]]:
-    """(first element, piece, data): a slab's tensors, large ones in several parts."""
-    if len(pieces) == 1:  # rows are rows of the tensor
-        (piece,) = pieces
-        rows = chunk_rows(parameter, source.reader.dtypes[parameter.name])
-        width = math.prod(piece.split[1:])
-        for start in range(0, piece.split[0], rows):
-            stop = min(start + rows, piece.split[0])
-            data = source.reader.read(parameter, leading, (slice(start, stop),))
-            yield start * width, piece, data
-        return
-    if parameter.kind == "gate_up":
-        for piece in pieces:
-            yield 0, piece, source.reader.read(parameter, leading, piece.index)
-        return
-    slab = source.reader.read(parameter, leading)
-    for piece in pieces:
-        yield 0, piece, np.ascontiguousarray(slab[piece.index])
-
-
-def cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """`array` rounded once to `dtype`; UserError where a finite value becomes infinite."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        result = array.astype(dtype)
-    if dtype.itemsize < array.dtype.itemsize and not np.isfinite(result).all():
-        raise UserError(
-            f"tensor {name!r} has a value of {np.abs(array).max():g}, too large for {dtype.name}: "
-            "export in float32 or bfloat16"
-        )
-    return result
-
-
-def export_dtypes(source: Checkpoint, dtype: str | None) -> dict[str, np.dtype]:
-    """The dtype that every Hugging Face tensor of a checkpoint is exported in."""
-    names = source.layout.tensor_shapes()
-    if dtype is not None:
-        return {name: FLOATS[dtype] for name in names}
-    if source.conversion is None:
-        return {name: FLOATS["float32"] for name in names}
-    origin = source.conversion
-    return {name: FLOATS[origin.other_dtypes.get(name, origin.dtype)] for name in names}
-
-
-def export_config(source: Checkpoint, dtype: str | None) -> dict[str, Any]:
-    """The config.json: that which came with a converted checkpoint, else one of our making."""
-    if source.conversion is None:
-        return hub_config(source.model, dtype or "float32")
-    config = dict(source.conversion.config)
-    config.pop("quantization_config", None)
-    if dtype is not None:
-        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    return config
-
-
-def copy_companions(source: Checkpoint, folder: Path) -> None:
-    """Tokenizer, generation settings and licence, as far as the checkpoint has them."""
-    if source.tokenizer_folder is not None:
-        _copy(sorted(source.tokenizer_folder.iterdir()), folder)
-    others = source.folder / HUB_FOLDER
-    if source.conversion is not None and others.is_dir():
-        _copy([file for file in sorted(others.iterdir()) if file.name != "config.json"], folder)
-
-
-@contextlib.contextmanager
-def hub_writers(
-    folder: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]], shard_bytes: int
-) -> Iterator[dict[str, SafetensorsWriter]]:
-    """The writer of every tensor's file: one file, or shards with an index."""
-    if shard_bytes < 1:
-        raise UserError(f"shard_bytes={shard_bytes} must be positive")
-    shards: list[list[str]] = [[]]
-    filled = total = 0
-    for name, (dtype, shape) in tensors.items():
-        nbytes = dtype.itemsize * math.prod(shape)
-        if shards[-1] and filled + nbytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-        total += nbytes
-    count = len(shards)
-    files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    files = [SINGLE] if count == 1 else files
-    with contextlib.ExitStack() as stack:
-        writers = {}
-        for file, names in zip(files, shards, strict=True):
-            chosen = {name: tensors[name] for name in names}
-            writer = stack.enter_context(SafetensorsWriter(folder / file, chosen))
-            writers |= dict.fromkeys(names, writer)
-        yield writers
-    if count > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True)
-                      for name in names}  # fmt: skip
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def _chunk(
@@ -371,20 +193,6 @@ def _chunk(
     return data
 
 
-def run_in_parallel(function: Callable[[Any], None], jobs: Iterator[Any]) -> None:
-    """Runs the jobs in a few threads, never more of them begun than there are threads."""
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        running: set[Future[None]] = set()
-        for job in jobs:
-            running.add(pool.submit(function, job))
-            if len(running) == _WORKERS:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()  # an exception ends the loop; the pool waits for the rest
-        for future in running:
-            future.result()
-
-
 def _stored_dtype(weights: Weights, layout: Layout, parameter: Parameter) -> np.dtype:
     """The dtype of all tensors of a parameter, or float32, which holds every one exactly."""
     dtypes = {
@@ -410,14 +218,3 @@ def _size(weights: Weights, layout: Layout) -> int:
         math.prod(parameter.shape) * _stored_dtype(weights, layout, parameter).itemsize
         for parameter in layout.parameters
     )
-
-
-def _progress(progress: Callable[[int], Progress] | None, total: int) -> Progress:
-    return (lambda nbytes: None) if progress is None else progress(total)
-
-
-def _copy(files: list[Path], folder: Path) -> None:
-    if files:
-        folder.mkdir(exist_ok=True)
-    for file in files:
-        shutil.copyfile(file, folder / file.name)

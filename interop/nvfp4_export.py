@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,18 +19,16 @@ from ..numerics import get_recipe
 from . import compressed_tensors, modelopt
 from .calibration import Calibration
 from .checkpoint import Checkpoint, open_checkpoint
-from .hugging_face import (
+from .hub_export import (
     SHARD_BYTES,
-    Progress,
     copy_companions,
     export_config,
     export_plain,
     hub_writers,
-    run_in_parallel,
 )
 from .layout import Parameter, Piece
 from .nvfp4 import global_scale, pack
-from .output_directory import output_directory
+from .output_directory import Progress, begin, output_directory
 from .weights import check_finite
 
 FORMATS: dict[str, ModuleType] = {"nvfp4": compressed_tensors, "modelopt-nvfp4": modelopt}
@@ -37,6 +36,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _UINT8 = np.dtype(np.uint8)
+_WORKERS = 2  # one reads or writes while another computes; more only hold more memory
 SCALE_ARITHMETIC = ("float32", "bfloat16")
 
 
@@ -98,7 +98,7 @@ def to_nvfp4(
     with output_directory(Path(output), needed_bytes=total) as folder:
         with hub_writers(folder, tensors, shard_bytes) as writers:
             dtypes = dict.fromkeys(tensors, _BFLOAT16)
-            done = (lambda nbytes: None) if progress is None else progress(_bytes(source))
+            done = begin(progress, _bytes(source))
             export_plain(source, writers, dtypes, plain, lambda _: done)
 
             def convert(job: tuple[Parameter, tuple[int, ...]]) -> None:
@@ -110,7 +110,7 @@ def to_nvfp4(
                     writers[name].write(name, array)
                 done(slab.nbytes)
 
-            run_in_parallel(convert, ((p, leading) for p in quantized for leading in p.slabs()))
+            _in_parallel(convert, ((p, leading) for p in quantized for leading in p.slabs()))
             for name, array in _calibrated(source, quantized, options).items():
                 writers[name].write(name, array)
         config = {**export_config(source, "bfloat16"), "dtype": "bfloat16"}
@@ -224,3 +224,17 @@ def _bytes(source: Checkpoint) -> int:
         math.prod(shape) * source.reader.dtypes[name].itemsize
         for name, shape in source.reader.shapes.items()
     )
+
+
+def _in_parallel(function: Callable[[Any], None], jobs: Iterator[Any]) -> None:
+    """Runs the jobs in a few threads, never more of them begun than there are threads."""
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        running: set[Future[None]] = set()
+        for job in jobs:
+            running.add(pool.submit(function, job))
+            if len(running) == _WORKERS:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()  # an exception ends the loop; the pool waits for the rest
+        for future in running:
+            future.result()

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all."""
+"""A directory that appears complete or not at all, and how far it is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import UserError
+
+Progress = Callable[[int], object]  # takes the bytes that were just done
 
 
 @contextlib.contextmanager
@@ -74,3 +76,16 @@ def _remove(work: Path) -> None:
         work.unlink()
     elif work.exists():
         shutil.rmtree(work)
+
+
+def begin(progress: Callable[[int], Progress] | None, total: int) -> Progress:
+    """Starts a progress report of `total` bytes; without one, the bytes are told to nobody."""
+    return (lambda nbytes: None) if progress is None else progress(total)
+
+
+def copy_files(files: list[Path], folder: Path) -> None:
+    """Copies files into a folder, which is made if there are any."""
+    if files:
+        folder.mkdir(exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)

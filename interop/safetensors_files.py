@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
 import threading
@@ -38,6 +39,8 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# All pages at once where the system can: one by one they cost more than reading them.
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 
 
@@ -55,11 +58,15 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
-        """The tensor, mapped: bytes are read when they are looked at and never written."""
+        """The tensor, mapped into memory and never written to."""
         if self.nbytes == 0:
             return np.empty(self.shape, self.dtype)
-        flat = np.memmap(self.path, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
-        return np.asarray(flat).view(self.dtype).reshape(self.shape)
+        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        length = self.offset - start + self.nbytes
+        with self.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), length, _MAP_FLAGS, mmap.PROT_READ, offset=start)
+        flat = np.frombuffer(mapped, np.uint8, self.nbytes, self.offset - start)
+        return flat.view(self.dtype).reshape(self.shape)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -120,9 +120,10 @@ def check_finite(array: np.ndarray, name: str) -> None:
     """Raises UserError, naming the tensor, when a value is NaN or infinite."""
     exponent = _EXPONENTS[array.itemsize][array.dtype.name]
     flat = array.reshape(-1).view(np.uint16 if array.itemsize == 2 else np.uint32)
-    step = 2**20  # stays in the cache
-    for start in range(0, flat.size, step):
-        if np.bitwise_and(flat[start : start + step], exponent).max() == exponent:
-            part = array.reshape(-1)[start : start + step].astype(np.float32)
-            kind = "NaN" if np.isnan(part).any() else "an infinite value"
+    scratch = np.empty(min(flat.size, 2**18), flat.dtype)  # stays in the cache
+    for start in range(0, flat.size, 2**18):
+        part = flat[start : start + 2**18]
+        if np.bitwise_and(part, exponent, out=scratch[: part.size]).max() == exponent:
+            values = part.view(array.dtype).astype(np.float32)
+            kind = "NaN" if np.isnan(values).any() else "an infinite value"
             raise UserError(f"tensor {name!r} holds {kind}: the checkpoint is damaged or diverged")
