@@ -192,6 +192,25 @@ def test_predictions_of_an_export_are_those_of_its_dequantised_weights(checkpoin
     assert 1e-4 < divergence(first, second, tokens) < 1
 
 
+@pytest.mark.slow
+def test_transformers_predicts_what_our_forward_of_the_export_does(checkpoint, tmp_path):
+    """compressed-tensors decompresses, transformers computes in bfloat16, we in float32."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    ours, _ = checkpoint("llama3.1")
+    to_nvfp4(ours, tmp_path / "fp4")
+    options = {"attn_implementation": "eager", "dtype": "auto"}
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp4", **options)
+    with torch.no_grad():
+        theirs = other.eval()(torch.from_numpy(TOKENS)).logits.float().numpy()
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    model = load_hugging_face(tmp_path / "fp4")
+    first = nnx.log_softmax(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+    second = nnx.log_softmax(jnp.asarray(theirs))
+    assert float(jnp.mean(jnp.sum(jnp.exp(first) * (first - second), axis=-1))) <= 1e-3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
