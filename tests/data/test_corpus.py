@@ -106,7 +106,7 @@ def test_two_processes_at_once_get_the_same(byte_config, cache_home):
     processes = [context.Process(target=_load_in_a_process, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=60) for _ in processes]
+    results = [queue.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     assert results[0] == results[1]
