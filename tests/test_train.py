@@ -30,13 +30,17 @@ NVFP4 = ["precision=nvfp4", "precision.rules.last_blocks=1"]
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Every run compiles the same few steps."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("xla")))
-    jax.config.update(names[1], 0.0)
+    """Every run compiles the same few steps, and takes longer to do so than to train."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
     yield
-    for name, value in zip(names, before, strict=True):
+    for name, value in before.items():
         jax.config.update(name, value)
 
 

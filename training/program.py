@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -100,8 +101,10 @@ class Program:
 
     def graphdef(self, *, finish: bool = False) -> nnx.GraphDef:
         """The model without its parameters. finish: the variant whose forward GEMMs are BF16."""
-        if not finish:
-            return self._graphdef
+        return self._finish_graphdef if finish else self._graphdef
+
+    @functools.cached_property
+    def _finish_graphdef(self) -> nnx.GraphDef:
         recipe = self.recipe.with_high_precision_forward()
         return abstract_model(lambda: self._create(recipe))[1]
 
