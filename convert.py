@@ -7,6 +7,7 @@ damaged source, 130 when interrupted. Nothing is left of an output that was not 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ def _from_gguf(options: argparse.Namespace) -> int:
 
 
 def _to_hf(options: argparse.Namespace) -> int:
+    if not 0 < options.shard_gb < math.inf:
+        raise UserError(f"--shard-gb {options.shard_gb} must be a positive number of gigabytes")
     shard_bytes = round(options.shard_gb * 1e9)
     if options.format == "plain":
         for key in ("activations", "kv_cache", "scales"):

@@ -34,7 +34,7 @@ from fp4zoo.training.flops import flops_per_token, peak_flops
 from fp4zoo.training.metrics import METRICS_FILE, MetricsWriter
 from fp4zoo.training.program import Program
 from fp4zoo.training.recorder import Recorder, RecorderConfig
-from fp4zoo.training.run_directory import prepare_run_directory
+from fp4zoo.training.run_directory import prepare_run_directory, write_config
 from fp4zoo.training.sample import sample_tokens
 from fp4zoo.training.sharding import describe_mesh
 from fp4zoo.training.signals import StopRequest
@@ -115,11 +115,18 @@ def _train(config: TrainConfig) -> None:
         f"{corpus.description}: {len(corpus.train.tokens):,} training tokens, "
         f"{len(corpus.validation.tokens):,} held out; tokenizer: {tokenizer.name}"
     )
-    _save_tokenizer(tokenizer, directory)
 
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(directory, keep=config.keep_checkpoints))
         first_step = checkpoints.latest_step() or 0
+        if first_step:
+            checkpoints.check_model(program.state)
+        if first_step >= config.max_steps:
+            _say(
+                f"{directory} holds a run of {first_step} steps and max_steps={config.max_steps}: "
+                "nothing is left to do; raise max_steps to go on"
+            )
+            return
 
         # The compiled step, checked by what XLA says it needs; only then the state is allocated.
         train_step = _compile(program, first_step, available)
@@ -134,6 +141,9 @@ def _train(config: TrainConfig) -> None:
         else:
             state = program.initial_state()
 
+        # From here on the folder is this run's: a refused one has left it as it was.
+        write_config(directory, config)
+        _save_tokenizer(tokenizer, directory)
         writer = stack.enter_context(MetricsWriter(directory, resume_step=first_step))
         display = Display(config.max_steps, first_step=first_step)
         run = Run(
@@ -243,6 +253,7 @@ def _finish(run: Run, state: TrainState, tokenizer: data.Tokenizer, directory: P
 
 def _compile(program: Program, step: int, available: int) -> Any:
     """The train step for the step after `step` finished ones, which fits into the memory."""
+    _say("compiling the step")
     begin = time.monotonic()
     compiled = program.compile_train_step(finish=program.is_finish(step))
     needed = memory.check_compiled(compiled, available, program.mesh, program.config.remat)

@@ -30,7 +30,10 @@ class GenerateConfig:
     temperature: float = 0.8
     top_p: float = 0.95
     seed: int = 0
-    recipe: Literal["nvfp4", "bf16", "fp16", "fp32"] | None = None
+    recipe: (
+        Literal["nvfp4", "nvfp4-no-rht", "nvfp4-no-sr", "nvfp4-1d-weights", "bf16", "fp16", "fp32"]
+        | None
+    ) = None
     activation_dtype: Literal["bfloat16", "float16", "float32"] | None = None
 
     def __post_init__(self) -> None:
@@ -40,5 +43,5 @@ class GenerateConfig:
             raise ValueError(f"temperature={self.temperature:g} must be 0 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p:g} must be above 0 and at most 1")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} is too small: at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below {2**32}")

@@ -33,7 +33,9 @@ class PrecisionConfig:
         (0.05: the last 5 %); null never does.
     """
 
-    recipe: Literal["nvfp4", "bf16", "fp16", "fp32"] = "nvfp4"
+    recipe: Literal[
+        "nvfp4", "nvfp4-no-rht", "nvfp4-no-sr", "nvfp4-1d-weights", "bf16", "fp16", "fp32"
+    ] = "nvfp4"
     activation_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     rules: PrecisionRules = field(default_factory=PrecisionRules)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
@@ -93,7 +95,7 @@ class TrainConfig:
     evaluation_batches: int = 8
     save_every: int = 100
     keep_checkpoints: int = 2
-    log_every: int = 10
+    log_every: int = 1
     resume: bool = True
     checkpoint: str | None = None
     remat: Literal["none", "save_quantized", "full"] = "none"
@@ -103,6 +105,8 @@ class TrainConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is too small: at least {least}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} is too large: below {2**32}")
         if self.batch_size % self.gradient_accumulation:
             raise ValueError(
                 f"gradient_accumulation={self.gradient_accumulation} does not divide "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..errors import UserError
 from ..numerics import Recipe, grouped_linear
 from .dense import resolve_recipe
 from .dispatch import from_experts, plan_dispatch, to_experts
@@ -108,6 +109,10 @@ class NVFP4MoE(nnx.Module):
         rounding_key: a JAX PRNG key for the stochastic rounding of this call's gradients; without
         it the layer's stream gives one.
         """
+        if x.shape[-1] != self.embed_dim:
+            raise UserError(
+                f"{self.name}: x has {x.shape[-1]} features and embed_dim is {self.embed_dim}"
+            )
         x = x if self.dtype is None else x.astype(self.dtype)
         tokens = x.reshape(-1, x.shape[-1])  # [M, D]
         mask = jnp.ones(tokens.shape[0], bool) if token_mask is None else token_mask.reshape(-1)

@@ -33,8 +33,12 @@ def random_hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
 
     x: float array, x.shape[axis] a multiple of 16. Returns x's shape and dtype. The weight-gradient
     GEMM rounds the result to bfloat16, whatever the dtype of x: that is what the hardware holds.
-    Raises ValueError for another length.
+    Raises ValueError for another length and for integers.
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"the Hadamard transform needs a float array, got {x.dtype}: cast it first"
+        )
     axis = axis % x.ndim
     if x.shape[axis] % BLOCK:
         raise ValueError(

@@ -13,8 +13,10 @@ never taken for a checkpoint, and deletes old ones only after the new one is com
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,11 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
 
+    def check_model(self, state: TrainState) -> None:
+        """Raises UserError if the newest checkpoint is of another model; reads no arrays."""
+        directory = self.directory / str(self.latest_step())
+        check_same_parameters(read_shapes(directory), state.parameters, directory)
+
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """(state, data position) of the newest checkpoint.
 
@@ -119,18 +126,20 @@ class Checkpoints:
         """
         step = self.latest_step()
         assert step is not None, "restore without a checkpoint"
-        directory = self.directory / str(step)
-        check_same_parameters(read_shapes(directory), state.parameters, directory)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    PARAMETERS: ocp.args.StandardRestore(state.parameters),  # pyright: ignore
-                    TRAINING: ocp.args.StandardRestore(_training_items(state)),  # pyright: ignore
-                    DATA: ocp.args.JsonRestore(),  # pyright: ignore
-                }
-            ),
-        )
+        self.check_model(state)
+        with _reading(self.directory / str(step)):
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    **{
+                        PARAMETERS: ocp.args.StandardRestore(state.parameters),  # pyright: ignore
+                        TRAINING: ocp.args.StandardRestore(  # pyright: ignore
+                            _training_items(state)
+                        ),
+                        DATA: ocp.args.JsonRestore(),  # pyright: ignore
+                    }
+                ),
+            )
         items = restored[TRAINING]
         loss_scale = jax.tree.unflatten(jax.tree.structure(state.loss_scale), items["loss_scale"])
         state = state.replace(
@@ -199,11 +208,27 @@ def _complete(folder: Path) -> list[Path]:
     return [step for step in named if (step / PARAMETERS).is_dir()]
 
 
+@contextlib.contextmanager
+def _reading(step_directory: Path) -> Iterator[None]:
+    """Turns whatever Orbax and TensorStore raise about a damaged checkpoint into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"the checkpoint {step_directory} is damaged ({reason}): move that folder away to go "
+            "on from the one before it"
+        ) from error
+
+
 def read_shapes(step_directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint's parameters by dotted name, without reading them."""
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _reading(step_directory), ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(step_directory / PARAMETERS).item_metadata
-    assert metadata is not None
+        if metadata is None:
+            raise ValueError("its metadata is missing")
     leaves = jax.tree_util.tree_leaves_with_path(metadata.tree)
     return {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
 
@@ -255,9 +280,10 @@ def load_parameters(step_directory: Path, parameters: Parameters, mesh: Mesh) ->
     Raises:
       UserError: if the checkpoint is of another model.
     """
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _reading(step_directory), ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(step_directory / PARAMETERS).item_metadata
-        assert metadata is not None
+        if metadata is None:
+            raise ValueError("its metadata is missing")
         saved = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), metadata.tree
         )

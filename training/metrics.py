@@ -57,7 +57,8 @@ def keep_rows(path: Path, last_step: int) -> None:
     """Drops the rows after `last_step`, and a last line that a killed run left unfinished."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text("utf-8").splitlines() if _step(line) <= last_step]
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    kept = [line for line in text.splitlines() if _step(line) <= last_step]
     write_atomically(path, "".join(line + "\n" for line in kept))
 
 

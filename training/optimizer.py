@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,8 +54,10 @@ class OptimizerConfig:
             ("final_fraction", 0.0, 1.0),
         ):
             value = getattr(self, name)
-            if not low <= value <= high:
-                raise UserError(f"optimizer.{name}={value} must lie between {low} and {high}")
+            if not (low <= value <= high and math.isfinite(value)):
+                raise UserError(
+                    f"optimizer.{name}={value} must lie between {low} and {high}, and be finite"
+                )
         for name in ("eps", "clip_norm"):
             value = getattr(self, name)
             if value is not None and value <= 0:

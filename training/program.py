@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -41,7 +42,7 @@ class Program:
       plan: the model's precision plan.
       state: the training state as shapes with shardings.
       num_parameters: of the model.
-      finish_step: first step of the high-precision-forward finish; max_steps without one.
+      finish_step: first step of the high-precision-forward finish; never reached without one.
 
     Raises (on construction):
       UserError: if model, mesh, batch or schedule do not fit together.
@@ -56,7 +57,7 @@ class Program:
         self.plan = model.plan
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(parameters))
         finish = config.precision.forward_finish
-        self.finish_step = round(config.max_steps * (1 - finish)) if finish else config.max_steps
+        self.finish_step = round(config.max_steps * (1 - finish)) if finish else sys.maxsize
 
         self._schedule = make_schedule(config.optimizer, config.max_steps)
         self._optimizer = make_optimizer(config.optimizer, self._schedule)

@@ -22,7 +22,8 @@ CONFIG_FILE = "config.yaml"
 def prepare_run_directory(config: TrainConfig) -> Path:
     """Creates the run's folder, `output_dir` or a new one under runs/, and returns it.
 
-    With resume=false, what an earlier run left there is moved to previous-N/, never deleted.
+    What is in the folder stays as it is until the run begins; only with resume=false what an
+    earlier run left there is moved to previous-N/, never deleted.
 
     Raises:
       UserError: if the folder cannot be made or written to.
@@ -36,7 +37,8 @@ def prepare_run_directory(config: TrainConfig) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         if not config.resume:
             _set_aside(directory)
-        write_config(directory, config)
+        write_atomically(directory / ".writable", "")
+        (directory / ".writable").unlink()
     except OSError as error:
         raise UserError(
             f"output_dir={directory} cannot be written to ({error.strerror}): choose another folder"

@@ -191,6 +191,22 @@ def test_another_model_s_checkpoint_is_refused_with_the_names(
         load_parameters(find_checkpoint(tmp_path), other.parameters, mesh)
 
 
+@pytest.mark.parametrize("damage", ["largest file truncated", "metadata gone", "training gone"])
+def test_a_damaged_checkpoint_is_one_line(trainer, tmp_path, mesh, damage):
+    save(tmp_path, at_step(trainer().state, 1))
+    step = find_checkpoint(tmp_path)
+    if damage == "training gone":
+        shutil.rmtree(step / "training")
+    elif damage == "metadata gone":
+        (step / "parameters" / "_METADATA").unlink()
+    else:
+        files = [file for file in (step / "parameters").rglob("*") if file.is_file()]
+        max(files, key=lambda file: file.stat().st_size).write_bytes(b"damaged")
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        with pytest.raises(UserError, match=rf"{step} is damaged \(.*\): move that folder away"):
+            checkpoints.restore(shapes(trainer().state, mesh))
+
+
 def test_parameters_load_alone(trainer, assert_trees_equal, tmp_path, mesh):
     made = trainer()
     save(tmp_path, at_step(made.state, 1))
