@@ -105,6 +105,10 @@ class TrainConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is too small: at least {least}")
+        paths = {"output_dir": self.output_dir, "checkpoint": self.checkpoint}
+        for name, path in (paths | {"data.path": self.data.path}).items():
+            if path == "":
+                raise ValueError(f"{name}= is empty: give a path, or null")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large: below {2**32}")
         if self.batch_size % self.gradient_accumulation:
