@@ -78,13 +78,16 @@ def activation_bytes(
     experts that a token uses:
 
         saved by any policy    D                          the block's input
-        quantised residuals    D + Q + D + F              the linears' inputs, as wgrad wants them
-                               + the quantised weights    per block, not per token
-        remat=none, besides    6 D + 3 (Q + 2 K) + 4 F    norms, q/k/v before and after RoPE,
-                                                          attention, gate, up and their product
+        linears' inputs        D + Q + D + F              as wgrad wants them
+                               + the rounded weights      per block, not per token
+        linears' outputs       Q + 2 K + D + 2 F + D
+        remat=none, besides    4 D + 2 (Q + 2 K) + 2 F    norms, q/k/v after RoPE, attention,
+                                                          the product of gate and up
 
-    Quantised values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
-    Temporaries: one block's backward pass, or logits and their gradient, float32 [tokens, V].
+    remat=save_quantized keeps inputs and weights that are FP4, and outputs unless all is FP32.
+    Rounded values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
+    Temporaries: one block's activations with their gradients and, for FP4, four float32 arrays as
+    wide as gate and up together; or logits and their gradient, float32 [tokens, V].
     """
     recipe = get_recipe(recipe)
     width = config.embed_dim
@@ -95,20 +98,26 @@ def activation_bytes(
     copies = config.moe.num_experts if config.moe is not None else 1
     weights = width * (2 * query + 2 * key) + 3 * width * config.mlp_dim * copies
 
-    quantised_size = 4 if on_cpu else 2
+    rounded_size = 4 if on_cpu else 2
     saved = width * activation_size
-    quantised = (width * (1 + experts) + query + hidden) * quantised_size
-    quantised_weights = 0 if recipe.is_float32 else weights * quantised_size
-    other = (6 * width + 3 * (query + 2 * key) + 4 * hidden) * activation_size
+    inputs = (width * (1 + experts) + query + hidden) * rounded_size
+    rounded_weights = 0 if recipe.is_float32 else weights * rounded_size
+    outputs = (query + 2 * key + width * (1 + experts) + 2 * hidden) * activation_size
+    others = (4 * width + 2 * (query + 2 * key) + 2 * hidden) * activation_size
     scores = 2 * config.num_heads * sequence_length * 4 if on_cpu else 0  # elsewhere: flash
+    rounding = 4 * 4 * 2 * hidden if recipe.uses_fp4 else 0
 
-    per_token = {
-        "none": saved + quantised + other,
-        "save_quantized": saved + quantised,
-        "full": saved,
+    fp4, fp32 = recipe.uses_fp4, recipe.is_float32
+    whole = saved + inputs + outputs + others
+    per_token, per_block = {
+        "none": (whole, rounded_weights),
+        "save_quantized": (
+            saved + (inputs if fp4 else 0) + (0 if fp32 else outputs),
+            rounded_weights if fp4 else 0,
+        ),
+        "full": (saved, 0),
     }[remat]
-    per_block = 0 if remat == "full" else quantised_weights
-    one_block = tokens * (saved + quantised + other + scores) + 2 * quantised_weights
+    one_block = tokens * (2 * whole + scores + rounding) + 2 * rounded_weights
     logits = 2 * tokens * config.vocab_size * 4
     stored = config.num_layers * (tokens * per_token + per_block)
     return stored + max(one_block, logits)

@@ -86,14 +86,14 @@ def test_a_step_costs_less_than_two_milliseconds_of_python():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-tiny", "mixtral-tiny"])
 @pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "save_quantized", "full"])
 def test_the_estimate_is_near_xla_s_account(model, precision, remat):
     keys = [f"model={model}", f"precision={precision}", f"remat={remat}", "batch_size=8"]
     program = Program(load(keys))
     analysis = program.compile_train_step().memory_analysis()
     estimate = program.estimate_memory()
     ratio = (estimate.activations + estimate.gradients) / analysis.temp_size_in_bytes
-    assert 0.5 < ratio < 2.5, ratio
+    assert 0.5 < ratio < 2, ratio
     state = estimate.parameters + estimate.optimizer
     assert state == pytest.approx(analysis.argument_size_in_bytes, rel=0.02)
 
