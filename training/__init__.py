@@ -1,0 +1,1 @@
+"""The training loop's parts; train.py puts them together."""
