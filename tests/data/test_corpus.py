@@ -1,7 +1,7 @@
 import dataclasses
 import json
-import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 
@@ -93,23 +93,23 @@ def test_a_damaged_entry_is_built_again(byte_config, cache_home, damage):
     np.testing.assert_array_equal(load_corpus(byte_config, ByteTokenizer()).train.tokens, expected)
 
 
-def _load_in_a_process(config, queue):
-    tokenizer = load_tokenizer(config, 1024)
-    queue.put((tokenizer.fingerprint, load_corpus(config, tokenizer).train.tokens.sum()))
+LOADING = """
+import pickle, sys
+from fp4zoo.data import load_corpus, load_tokenizer
+config = pickle.loads(bytes.fromhex(sys.argv[1]))
+tokenizer = load_tokenizer(config, 1024)
+print(tokenizer.fingerprint, load_corpus(config, tokenizer).train.tokens.sum())
+"""
 
 
 def test_two_processes_at_once_get_the_same(byte_config, cache_home):
     config = dataclasses.replace(byte_config, tokenizer=None)
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    arguments = (config, queue)
-    processes = [context.Process(target=_load_in_a_process, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    results = [queue.get(timeout=240) for _ in processes]
-    for process in processes:
-        process.join()
-    assert results[0] == results[1]
+    command = [sys.executable, "-c", LOADING, pickle.dumps(config).hex()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    results = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert results[0][0] == results[1][0] != ""
     assert len(corpora(cache_home)) == 1 and not list(cache_home.glob("**/*.partial-*"))
 
 
