@@ -8,6 +8,7 @@ raised is a fault of ours and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 
 
@@ -15,10 +16,10 @@ class UserError(ValueError):
     """A mistake in a configuration, a file or an environment: one line, with the remedy."""
 
 
-def near_match(word: str, options: Iterable[str]) -> str | None:
-    """Returns the option most like `word`, or None when nothing is near."""
+def near_match(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the option most like `word`, or None when none is `cutoff` alike (0 to 1)."""
     matches = difflib.get_close_matches(
-        str(word), [str(option) for option in options], n=1, cutoff=0.6
+        str(word), [str(option) for option in options], n=1, cutoff=cutoff
     )
     return matches[0] if matches else None
 
@@ -35,3 +36,14 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise UserError(f"{key}={value}: unknown choice{did_you_mean(str(value), choices)}")
+
+
+def check_sizes(owner: str, **sizes: object) -> None:
+    """Raises a `UserError` with `owner` and the value unless every size is a positive integer."""
+    for name, value in sizes.items():
+        try:
+            valid = operator.index(value) > 0  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            valid = False
+        if not valid or isinstance(value, bool):
+            raise UserError(f"{owner}: {name}={value!r} must be a positive integer")

@@ -84,7 +84,7 @@ def _nearest(path: str, known: Mapping[str, Key]) -> str | None:
             return likest
     if parent == "":
         anywhere = {other.rpartition(".")[2]: other for other in known}
-        likest = near_match(name, anywhere)
+        likest = near_match(name, anywhere, cutoff=0.8)  # among so many a chance match is likely
         if likest:
             return anywhere[likest]
     return None
@@ -103,7 +103,7 @@ def _in_words(error: Exception, known: Mapping[str, Key]) -> str:
         return " ".join(str(error).strip().split("\n")[0].split())
     path = cause.full_key or ""
     if isinstance(cause, InterpolationResolutionError) and MissingValue.__name__ in str(cause):
-        return f"missing value: set {path} ({known[path].expected})"
+        return f"missing value: set {path} ({known[path].expected.removesuffix(' or null')})"
     if path.startswith("hydra."):
         return f"unknown key {path!r}: --cfg hydra lists Hydra's own keys"
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and path not in known:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..errors import UserError
+from ..errors import UserError, check_sizes
 from ..numerics import Recipe, get_recipe, linear
 from ..numerics.formats import BLOCK
 from .rounding import RoundingStream
@@ -67,11 +67,16 @@ class NVFP4Dense(nnx.Module):
 
         on_unsupported: what to do when an FP4 recipe meets a dimension that is not a multiple of
         16: raise ValueError, or log a line and run this layer in bf16.
+
+        Raises ValueError for sizes that are not positive integers.
         """
         self.in_features = in_features
         self.out_features = (
-            (out_features,) if isinstance(out_features, int) else tuple(out_features)
+            tuple(out_features) if isinstance(out_features, Sequence) else (out_features,)
         )
+        check_sizes(name, in_features=in_features)
+        for size in self.out_features:
+            check_sizes(name, out_features=size)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..errors import UserError
+from ..errors import UserError, check_sizes
 from ..numerics import Recipe, grouped_linear
 from .dense import resolve_recipe
 from .dispatch import from_experts, plan_dispatch, to_experts
@@ -70,7 +70,14 @@ class NVFP4MoE(nnx.Module):
         Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for
         experts_per_token outside 1 .. num_experts and for a capacity_factor that is not positive.
         """
-        if not 1 <= experts_per_token <= num_experts:
+        check_sizes(
+            name,
+            embed_dim=embed_dim,
+            mlp_dim=mlp_dim,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+        )
+        if experts_per_token > num_experts:
             raise ValueError(
                 f"{name}: experts_per_token={experts_per_token} must lie between 1 and "
                 f"num_experts={num_experts}"

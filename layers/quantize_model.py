@@ -39,11 +39,19 @@ def quantize_model(
     (logged).
     rngs: seeds the stochastic rounding; nnx.Rngs(0) when absent.
 
-    Raises ValueError when nothing matches, when a layer's dimensions do not fit the recipe's
+    Raises TypeError for what is no NNX module; ValueError for a pattern that is no regular
+    expression, when nothing matches, when a layer's dimensions do not fit the recipe's
     blocks, for an `nnx.Linear` with a `dot_general`, `promote_dtype` or `preferred_element_type` of
     its own, and for one in a container whose entries cannot be replaced.
     """
     recipe = get_recipe(recipe)
+    if not isinstance(model, nnx.Pytree):
+        raise TypeError(f"quantize_model needs an nnx.Module, got {type(model).__name__}")
+    for argument, pattern in (("include", include), ("exclude", exclude)):
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"{argument}={pattern!r} is no regular expression: {error}") from None
     rngs = nnx.Rngs(0) if rngs is None else rngs
     linears = {path: node for path, node in nnx.iter_graph(model) if type(node) is nnx.Linear}
     chosen = [path for path in linears if _matches(_name(path), include, exclude)]

@@ -111,7 +111,7 @@ def test_any_slip_of_the_finger_is_one_line(path: str, data: st.DataObject, caps
         ("--sed", "unrecognized arguments: --sed: --help shows the usage"),
         ("--resolve", "--resolve and --package go with --cfg: --help shows the usage"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
-        ("data=text", "missing value: set data.path (text or null)"),
+        ("data=text", "missing value: set data.path (text)"),
         ("hydra.nope=1", "unknown key 'hydra.nope': --cfg hydra lists Hydra's own keys"),
         ("batch_size=0", "batch_size=0 is too small: at least 1"),
         (

@@ -142,6 +142,20 @@ class TestUnsupportedDimensions:
         assert NVFP4Dense(20, 33, recipe="bf16", rngs=nnx.Rngs(0)).recipe.name == "bf16"
         assert not caplog.text
 
+    @pytest.mark.parametrize(
+        ("in_features", "out_features", "message"),
+        [
+            (-16, 32, "up: in_features=-16 must be a positive integer"),
+            (32, (16, 0), "up: out_features=0 must be a positive integer"),
+            (16.0, 32, "up: in_features=16.0 must"),
+            (32, True, "up: out_features=True must"),
+            ("16", 32, "up: in_features='16' must"),
+        ],
+    )
+    def test_that_are_no_sizes(self, in_features, out_features, message):
+        with pytest.raises(ValueError, match=message):
+            NVFP4Dense(in_features, out_features, name="up", recipe="fp32", rngs=nnx.Rngs(0))
+
     def test_an_unknown_choice_is_named(self):
         with pytest.raises(ValueError, match="on_unsupported='fp8'"):
             NVFP4Dense(32, 32, on_unsupported="fp8", rngs=nnx.Rngs(0))

@@ -223,3 +223,11 @@ class TestRefusals:
     def test_an_unknown_recipe(self):
         with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
             quantize_model(Chain(nnx.Rngs(0)), "nvpf4")
+
+    def test_what_is_no_module_or_no_pattern(self):
+        with pytest.raises(TypeError, match="needs an nnx.Module, got int"):
+            quantize_model(3)
+        with pytest.raises(ValueError, match=r"include='\(' is no regular expression"):
+            quantize_model(Chain(nnx.Rngs(0)), include="(")
+        with pytest.raises(ValueError, match=r"exclude='\*' is no regular expression"):
+            quantize_model(Chain(nnx.Rngs(0)), exclude="*")

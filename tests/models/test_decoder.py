@@ -330,7 +330,9 @@ def test_mistakes_are_one_line(arguments, message):
 
 def test_dimension_without_blocks_names_the_key():
     config = ModelConfig("llama", 64, 2, 32, 4, 2, mlp_dim=40, max_positions=64)
-    with pytest.raises(ValueError, match="model.head_dim=8 is not a multiple of 16, which nvfp4 needs in attention"):
+    with pytest.raises(
+        ValueError, match="model.head_dim=8 is not a multiple of 16, which nvfp4 needs in attention"
+    ):
         models.create(config, rules=ALL_FP4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="model.mlp_dim=40 is not a multiple of 16"):
         rules = PrecisionRules(0, 0, attention=False)
