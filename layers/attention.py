@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..numerics import Recipe
-from ..numerics.platform import matmul_operand
+from ..numerics.platform import matmul_operand, target_platform
 from .dense import NVFP4Dense
 from .norm import RMSNorm
 from .rope import RopeScaling, RopeTables, apply_rope, rope_frequencies, rope_tables
@@ -108,7 +108,7 @@ def _automatic_implementation(query: jax.Array) -> str:
     """cuDNN where its documented limits allow it, XLA everywhere else."""
     head_dim, length = query.shape[-1], query.shape[1]
     fits = (
-        jax.default_backend() == "gpu"
+        target_platform() == "gpu"
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import models
 from ..numerics import Recipe, get_recipe
+from ..numerics.platform import compiling_for
 from . import memory
 from .optimizer import make_optimizer, make_schedule
 from .sharding import batch_sharding, make_mesh, shard_like_parameters
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ..configs.schema import TrainConfig
 
 Batch = dict[str, np.ndarray]
+
+_LOWERING = {"gpu": "cuda", "cpu": "cpu"}  # a device's platform -> what `lower` calls it
 
 _BATCH_DTYPES = {
     "tokens": np.int32,
@@ -39,6 +43,7 @@ class Program:
 
     Attributes:
       mesh: over all devices.
+      platform: of the devices, "cpu" or "gpu".
       plan: the model's precision plan.
       state: the training state as shapes with shardings.
       num_parameters: of the model.
@@ -48,10 +53,13 @@ class Program:
       UserError: if model, mesh, batch or schedule do not fit together.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, devices: Sequence[Any] | None = None):
+        """devices: those to run on, by default all of JAX's. Devices of a topology
+        (`jax.experimental.topologies`) can be compiled for, not run on."""
         self.config = config
         self.recipe = get_recipe(config.precision.recipe)
-        self.mesh = make_mesh(config.mesh)
+        self.mesh = make_mesh(config.mesh, devices)
+        self.platform: str = self.mesh.devices.flat[0].platform
         model: Any
         model, self._graphdef, parameters = abstract_model(lambda: self._create(self.recipe))
         self.plan = model.plan
@@ -90,7 +98,7 @@ class Program:
                 sequence_length=config.sequence_length,
                 activation_size=jnp.dtype(config.precision.activation_dtype).itemsize,
                 remat=config.remat,
-                on_cpu=self.mesh.devices.flat[0].platform == "cpu",
+                on_cpu=self.platform == "cpu",
             ),
         )
 
@@ -128,7 +136,11 @@ class Program:
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
-        return jitted.lower(self.state, self._train_batch)
+        with compiling_for(self.platform):
+            traced = jitted.trace(self.state, self._train_batch)
+            if self.platform == jax.default_backend():
+                return traced.lower()
+            return traced.lower(lowering_platforms=(_LOWERING[self.platform],))
 
     def initial_state(self) -> TrainState:
         """Allocates the state before the first step; the parameters depend on the seed alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,7 @@ class MeshConfig:
         return sizes
 
 
-def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over all devices, axes in the order of `AXIS_NAMES` (tensor innermost)."""
     devices = jax.devices() if devices is None else devices
     shape = tuple(config.sizes(len(devices))[name] for name in AXIS_NAMES)

@@ -39,3 +39,17 @@ def test_matmul_operands_are_float32_on_a_cpu_alone(monkeypatch):
     assert platform.matmul_operand(x).dtype == jnp.float32
     monkeypatch.setattr(platform, "on_cpu", lambda: False)
     assert platform.matmul_operand(x).dtype == jnp.bfloat16
+
+
+def test_a_program_for_a_gpu_is_not_the_one_traced_for_the_cpu():
+    @jax.jit
+    def cast(x):
+        return platform.matmul_operand(x)
+
+    x = jnp.ones(4, jnp.bfloat16)
+    assert cast.eval_shape(x).dtype == jnp.float32
+    with platform.compiling_for("gpu"):
+        assert not platform.on_cpu()
+        assert cast.eval_shape(x).dtype == jnp.bfloat16
+    assert platform.on_cpu()
+    assert cast.eval_shape(x).dtype == jnp.float32
