@@ -282,7 +282,8 @@ def _validation(
 def _evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
     """Evaluates the state after `step` steps as it was last trained."""
     graphdef = run.program.graphdef(finish=run.program.is_finish(step - 1))
-    return run.validation.evaluate(graphdef, state.parameters)
+    with jax.set_mesh(run.program.mesh):
+        return run.validation.evaluate(graphdef, state.parameters)
 
 
 def _evaluation_line(step: int, result: Evaluation, unigram: float) -> str:

@@ -136,7 +136,7 @@ class Program:
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
-        with compiling_for(self.platform):
+        with jax.set_mesh(self.mesh), compiling_for(self.platform):  # the layers ask for both
             traced = jitted.trace(self.state, self._train_batch)
             if self.platform == jax.default_backend():
                 return traced.lower()

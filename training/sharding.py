@@ -1,8 +1,8 @@
-"""How parameters and batches lie on the devices: one table, from names to mesh axes.
+"""How parameters and batches lie on the devices.
 
 A parameter's dotted path gives its logical axes (`PARAMETER_AXES`), and a logical axis is split
-over mesh axes (`MESH_AXES`). One device is the mesh on which every axis has size 1; nothing else
-changes.
+over mesh axes by the table in numerics/partitioning.py. One device is the mesh on which every axis
+has size 1; nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import UserError
+from ..numerics.partitioning import AXIS_NAMES, MESH_AXES
 from .state import Parameters, is_stacked, path_name
-
-AXIS_NAMES = ("data", "fsdp", "expert", "context", "tensor")
 
 # First match wins. Parameters under `blocks.` have one more axis, "layers", in front.
 PARAMETER_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -37,19 +36,6 @@ PARAMETER_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*\.moe\.down", ("experts", "mlp", "embed")),
     (r".*\.(scale|bias)", (None,)),
 )
-
-MESH_AXES: dict[str | None, str | tuple[str, ...] | None] = {
-    None: None,
-    "layers": None,
-    "embed": "fsdp",
-    "vocabulary": "tensor",
-    "kv_heads": "tensor",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "experts": "expert",
-    "batch": ("data", "fsdp", "expert"),
-    "sequence": "context",
-}
 
 _CONFIG_KEYS = {
     "embed": "model.embed_dim",
@@ -125,8 +111,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if len(devices) > 1 and devices[0].platform != "cpu":
         from jax.experimental import mesh_utils  # knows the interconnect
 
-        return Mesh(mesh_utils.create_device_mesh(shape, devices), AXIS_NAMES)
-    return Mesh(np.asarray(devices).reshape(shape), AXIS_NAMES)
+        arranged = mesh_utils.create_device_mesh(shape, devices)
+    else:
+        arranged = np.asarray(devices).reshape(shape)
+    return Mesh(arranged, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
 
 
 def logical_axes(name: str) -> tuple[str | None, ...]:
@@ -154,16 +142,19 @@ def make_spec(
     """
     assert len(axes) == len(shape), (name, axes, shape)
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axes = MESH_AXES[axis]
-        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-        parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in names)
+        names = MESH_AXES[axis]
+        parts = math.prod(mesh.shape[name] for name in names)
         if size % parts:
             blame = " * ".join(f"mesh.{n}={mesh.shape[n]}" for n in names if mesh.shape[n] > 1)
             raise UserError(
                 f"{blame} does not divide {_CONFIG_KEYS[str(axis)]}={size} ({name}): choose "
                 f"sizes that divide {size}"
             )
-    return PartitionSpec(*(MESH_AXES[axis] for axis in axes))
+    return PartitionSpec(*(_entry(MESH_AXES[axis]) for axis in axes))
+
+
+def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def parameter_shardings(parameters: Parameters, mesh: Mesh) -> Parameters:

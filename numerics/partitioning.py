@@ -1,0 +1,80 @@
+"""Which mesh axes every dimension of every array is split over: the one table of it.
+
+A dimension has a logical name ("batch", "heads"), and `MESH_AXES` says which axes of the mesh it is
+split over. Parameters get their names in training/sharding.py, activations where they are computed,
+by `constrain`. Without a mesh the names mean nothing, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+# Outermost first: neighbours along the last one talk most.
+AXIS_NAMES = ("data", "fsdp", "expert", "context", "tensor")
+
+MESH_AXES: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    # Activations.
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("context",),
+    "residual_sequence": ("context", "tensor"),  # of the residual stream, between the blocks
+    # Parameters, and the activations that they make.
+    "layers": (),
+    "embed": ("fsdp",),
+    "vocabulary": ("tensor",),
+    "kv_heads": ("tensor",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "experts": ("expert",),
+}
+
+
+def mesh_axis_sizes() -> dict[str, int]:
+    """Sizes above 1 of the axes that `jax.set_mesh` has set and that XLA may split arrays over.
+
+    Empty without a mesh. Axes that an enclosing `jax.shard_map` has already split are not among
+    them, nor those of a mesh of somebody else's with other names.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if name in AXIS_NAMES and kind == AxisType.Auto and mesh.shape[name] > 1
+    }
+
+
+def dividing_axes(logical_axis: str | None, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of a dimension, without the last ones as long as they do not divide it."""
+    names = tuple(name for name in MESH_AXES[logical_axis] if sizes.get(name, 1) > 1)
+    while size % math.prod(sizes[name] for name in names):
+        names = names[:-1]
+    return names
+
+
+def partition_spec(
+    logical_axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """How an array lies on a mesh with axes of these sizes; see `dividing_axes`."""
+    return PartitionSpec(
+        *(
+            dividing_axes(axis, size, sizes) or None
+            for axis, size in zip(logical_axes, shape, strict=True)
+        )
+    )
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Tells XLA where `x` lies: one name in `MESH_AXES`, or None for "not split", per dimension.
+
+    The identity without a mesh (`jax.set_mesh`) or on one without these axes. A mesh axis that does
+    not divide its dimension is left out: values never depend on where they lie. The gradient of `x`
+    lies where `x` does.
+    """
+    sizes = mesh_axis_sizes()
+    if not sizes:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(logical_axes, x.shape, sizes))
