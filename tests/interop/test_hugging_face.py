@@ -34,7 +34,6 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert EXPECTED[name].std() > 1  # so that 1e-4 means something
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_stored_logits_are_what_transformers_computes_now(name, tmp_path):
     pytest.importorskip("transformers")
@@ -44,7 +43,6 @@ def test_stored_logits_are_what_transformers_computes_now(name, tmp_path):
     np.testing.assert_allclose(logits(folder, TOKENS), EXPECTED[name], rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_reads_our_export_of_a_model_of_ours(name, tmp_path):
     """With a config.json of our making, which both its versions' keys go into."""

@@ -192,7 +192,6 @@ def test_predictions_of_an_export_are_those_of_its_dequantised_weights(checkpoin
     assert 1e-4 < divergence(first, second, tokens) < 1
 
 
-@pytest.mark.slow
 def test_transformers_predicts_what_our_forward_of_the_export_does(checkpoint, tmp_path):
     """compressed-tensors decompresses, transformers computes in bfloat16, we in float32."""
     torch = pytest.importorskip("torch")
