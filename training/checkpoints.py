@@ -29,10 +29,12 @@ from ..errors import UserError
 from .errors import TrainingFailure
 from .sharding import parameter_shardings
 from .stacking import restack
-from .state import Parameters, TrainState, path_name
+from .state import Parameters, TrainState, is_stacked, path_name
 
 PARAMETERS, TRAINING, DATA, CONFIG = "parameters", "training", "data", "config"
 FOLDER = "checkpoints"
+# Arrays are stored in pieces of at most this, so that who reads one layer need not read the stack.
+_CHUNK_BYTES = 128 * 2**20
 
 
 class Checkpoints:
@@ -85,8 +87,8 @@ class Checkpoints:
             )
         items = ocp.args.Composite(
             **{
-                PARAMETERS: ocp.args.StandardSave(state.parameters),  # pyright: ignore
-                TRAINING: ocp.args.StandardSave(_training_items(state)),  # pyright: ignore
+                PARAMETERS: _save_arrays(state.parameters),
+                TRAINING: _save_arrays(_training_items(state)),
                 DATA: ocp.args.JsonSave(data),  # pyright: ignore
                 CONFIG: ocp.args.JsonSave(config),  # pyright: ignore
             }
@@ -165,6 +167,16 @@ class Checkpoints:
 def _all_finite(tree: Any) -> jax.Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def _save_arrays(tree: Any) -> ocp.args.StandardSave:
+    def pieces(path: Any, leaf: jax.Array) -> ocp.SaveArgs:
+        by_layer = leaf.nbytes > _CHUNK_BYTES and is_stacked(path_name(path))
+        return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if by_layer else ())
+
+    return ocp.args.StandardSave(  # pyright: ignore[reportCallIssue]
+        tree, save_args=jax.tree_util.tree_map_with_path(pieces, tree)
+    )
 
 
 def _training_items(state: TrainState) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import math
 import os
 import shutil
 import subprocess
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 from fp4zoo.errors import UserError
+from fp4zoo.training import checkpoints as checkpoints_module
 from fp4zoo.training.checkpoints import (
     FOLDER,
     Checkpoints,
@@ -19,6 +22,7 @@ from fp4zoo.training.checkpoints import (
 )
 from fp4zoo.training.errors import TrainingFailure
 from fp4zoo.training.sharding import MeshConfig, make_mesh, shard_like_parameters
+from fp4zoo.training.state import path_name
 
 
 @pytest.fixture
@@ -65,6 +69,28 @@ def test_everything_comes_back_bit_for_bit(
     one, _ = made.step(state, make_batch(seed=2))
     two, _ = made.step(restored, make_batch(seed=2))
     assert_trees_equal(one, two)
+
+
+def test_large_parameters_are_stored_layer_by_layer(
+    trainer, assert_trees_equal, tmp_path, mesh, monkeypatch
+):
+    """So that an export need not hold a whole stack."""
+    state = trainer().state
+    limit = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.parameters)) // 20
+    monkeypatch.setattr(checkpoints_module, "_CHUNK_BYTES", limit)
+    save(tmp_path, state)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored, _ = checkpoints.restore(shapes(state, mesh))
+    assert_trees_equal(restored, state)
+    folder = find_checkpoint(tmp_path) / "parameters"
+    chunks = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.parameters):
+        store = {"driver": "ocdbt", "base": f"file://{folder}", "path": f"{path_name(path)}/"}
+        opened = tensorstore.open({"driver": "zarr", "kvstore": store}).result()
+        chunks[path_name(path), leaf.nbytes] = opened.chunk_layout.write_chunk.shape
+    assert all(4 * math.prod(chunk) <= limit for chunk in chunks.values())
+    large = {name for name, size in chunks if name.startswith("blocks.") and size > limit}
+    assert large and all(chunk[0] == 1 for (name, _), chunk in chunks.items() if name in large)
 
 
 def test_a_save_is_not_touched_by_the_steps_that_run_meanwhile(
