@@ -1,6 +1,6 @@
 """NVFP4 arithmetic: pure functions on arrays, no NNX."""
 
-from .backends.emulated import GEMM_NAME, QUANTIZED_NAME
+from .backends.operands import GEMM_NAME, QUANTIZED_NAME
 from .formats import Format
 from .grouped import grouped_linear
 from .hadamard import random_hadamard

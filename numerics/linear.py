@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from .backends import emulated as backend
+from .backends.operands import GEMM_NAME
 from .formats import BLOCK
 from .random_bits import content_hash, fold, key_words
 from .recipe import Recipe
@@ -95,7 +96,7 @@ def _linear(
 
 def _linear_forward(recipe, content_seeded, dtype, x, kernel, words):
     y, residuals = backend.forward(recipe, x, kernel, words)
-    y = checkpoint_name(y.astype(dtype), backend.GEMM_NAME)
+    y = checkpoint_name(y.astype(dtype), GEMM_NAME)
     # Empty arrays carry the dtypes through the residuals, which hold arrays only.
     return y, (residuals, words, jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype))
 

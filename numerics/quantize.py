@@ -7,6 +7,7 @@ weights).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -90,16 +91,37 @@ def quantize(
     bits = None
     if rounding == "stochastic" and key is not None:
         bits = random_bits(key_words(key), x.shape)
-    x = x.astype(jnp.float32)
-    block_bits = block_amax_bits(x, axes)
-    amax = from_bits(jnp.max(block_bits, initial=0))
-    scales, multiplier = block_scales(from_bits(block_bits), amax)
-    scaled = scale_blocks(x, multiplier, axes)
-    values = round_e2m1(scaled) if bits is None else round_e2m1_stochastic(scaled, bits)
+    scaled, scales, amax = scale_to_blocks(x, axes, tensor_amax)
+    values = round_scaled(scaled, bits)
     # Rounding by arithmetic loses the sign of a zero: a negative number's code keeps it (-0 is no
     # such number).
     values = jnp.where(scaled < 0, -jnp.abs(values), values)
     return QuantizedTensor(values.astype(jnp.float4_e2m1fn), scales.astype(jnp.float8_e4m3fn), amax)
+
+
+def tensor_amax(block_bits: jax.Array) -> jax.Array:
+    """One amax for the whole tensor: int32 bits, scalar."""
+    return jnp.max(block_bits, initial=0)  # no tokens: 0
+
+
+def scale_to_blocks(
+    x: jax.Array, axes: tuple[int, ...], amax: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(x in the E2M1 range, not yet rounded; the blocks' E4M3 scales; the amax), all float32.
+
+    axes: of the blocks, negative, ascending. amax: from the blocks' amax bits to the amax bits of
+    the tensor, or of each group, broadcast against them.
+    """
+    x = x.astype(jnp.float32)
+    block_bits = block_amax_bits(x, axes)
+    amax_value = from_bits(amax(block_bits))
+    scales, multiplier = block_scales(from_bits(block_bits), amax_value)
+    return scale_blocks(x, multiplier, axes), scales, amax_value
+
+
+def round_scaled(scaled: jax.Array, bits: jax.Array | None) -> jax.Array:
+    """E2M1 values, float32: nearest, or with uint32 `bits` of the same shape, stochastic."""
+    return round_e2m1(scaled) if bits is None else round_e2m1_stochastic(scaled, bits)
 
 
 def _block_axes(block: tuple[int, int]) -> tuple[int, ...]:

@@ -15,21 +15,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from ..formats import BLOCK, Format, from_bits, round_e2m1, round_e2m1_stochastic
-from ..hadamard import random_hadamard
+from ..formats import BLOCK, Format
 from ..platform import matmul_operand, on_cpu
-from ..quantize import block_amax_bits, block_scales, expand_blocks, global_scale, scale_blocks
-from ..random_bits import fold, random_bits
+from ..quantize import expand_blocks, global_scale, tensor_amax
+from ..random_bits import fold
 from ..recipe import Operand, Recipe
-
-# What `jax.checkpoint` policies may keep: quantised residuals, and GEMM outputs, without which the
-# recomputation would have to quantise again.
-QUANTIZED_NAME = "quantized"
-GEMM_NAME = "gemm"
-# One key a call, one stream an operand.
-DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)
+from .operands import (
+    DGRAD_SALT,
+    DGRAD_WEIGHT_SALT,
+    WGRAD_INPUT_SALT,
+    WGRAD_SALT,
+    pad_rows,
+    round_nvfp4,
+    save,
+    transform,
+)
 
 
 class GemmOperand(NamedTuple):
@@ -46,11 +47,6 @@ class Residuals(NamedTuple):
     dgrad_w: GemmOperand
 
 
-def tensor_amax(block_bits: jax.Array) -> jax.Array:
-    """One amax for the whole tensor: int32 bits, scalar."""
-    return jnp.max(block_bits, initial=0)  # no tokens: 0
-
-
 def prepare(
     spec: Operand,
     x: jax.Array,
@@ -58,35 +54,12 @@ def prepare(
     words: jax.Array | None = None,
     amax: Callable[[jax.Array], jax.Array] = tensor_amax,
 ) -> GemmOperand:
-    """Round `x` as `spec` says.
-
-    axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for
-    stochastic rounding.
-    amax: from the blocks' amax bits to the amax bits of the tensor, or of each group, broadcast
-    against them.
-    """
-    contracted = axes[0]
-    # x is read several times: without the barrier XLA:CPU computes its producer again each time.
-    x = jax.lax.optimization_barrier(x)
-    if spec.hadamard:
-        x = random_hadamard(x.astype(jnp.float32), contracted)
-        x = jax.lax.optimization_barrier(
-            jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        )
+    """Round `x` as `spec` says; the arguments are those of `round_nvfp4`."""
+    x = transform(spec, x, axes[0])
     if spec.format is not Format.NVFP4:
         return GemmOperand(matmul_operand(x.astype(spec.format.dtype)), None)
-    x = x.astype(jnp.float32)
-    blocked = tuple(sorted(axes)) if spec.two_dimensional else (contracted,)
-    block_bits = block_amax_bits(x, blocked)
-    amax_value = from_bits(amax(block_bits))
-    scale, multiplier = block_scales(from_bits(block_bits), amax_value)
-    scaled = scale_blocks(x, multiplier, blocked)
-    if spec.stochastic:
-        assert words is not None, "a stochastic operand without rounding words"
-        values = round_e2m1_stochastic(scaled, random_bits(words, x.shape))
-    else:
-        values = round_e2m1(scaled)
-    values = values * expand_blocks(scale, x, blocked)
+    values, scales, amax_value, blocked = round_nvfp4(spec, x, axes, words, amax)
+    values = values * expand_blocks(scales, x, blocked)
     return GemmOperand(
         values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value)
     )
@@ -131,23 +104,6 @@ def token_axes(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def pad_tokens(x: jax.Array, axis: int) -> jax.Array:
-    """Zero tokens up to a multiple of 16: exact, their codes are 0."""
-    missing = -x.shape[axis] % BLOCK
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
-
-
-def save(operand: GemmOperand, spec: Operand) -> GemmOperand:
-    """Name a quantised residual, so that a remat policy can keep it."""
-    if spec.format is not Format.NVFP4:
-        return operand
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, QUANTIZED_NAME), operand)
-
-
 def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
     """y = x w in float32, and the weight as it was rounded.
 
@@ -170,7 +126,7 @@ def forward(
         dgrad_w = prepare(
             recipe.dgrad_w, kernel, (-1, -kernel.ndim), fold(words, DGRAD_WEIGHT_SALT)
         )
-    tokens = pad_tokens(token_axes(x), -2)
+    tokens = pad_rows(token_axes(x), -2)
     wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, WGRAD_INPUT_SALT))
     return y, Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
 
@@ -192,7 +148,7 @@ def backward(
     dgrad_g = prepare(recipe.dgrad_g, g, (-1, -1 - len(out_axes)), fold(words, DGRAD_SALT))
     dx = contract(dgrad_g, dgrad_w, (out_axes, out_axes))
     token_axis = -1 - len(out_axes)
-    padded = pad_tokens(g, token_axis)
+    padded = pad_rows(g, token_axis)
     wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, WGRAD_SALT))
     tokens = tuple(range(wgrad_x.values.ndim - 1))
     dw = contract(wgrad_x, wgrad_g, (tokens, tokens))

@@ -15,24 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..random_bits import fold
 from ..recipe import Recipe
-from .emulated import (
+from .emulated import GemmOperand, Residuals, prepare, product, rescale
+from .operands import (
     DGRAD_SALT,
     DGRAD_WEIGHT_SALT,
     GEMM_NAME,
     WGRAD_INPUT_SALT,
     WGRAD_SALT,
-    GemmOperand,
-    Residuals,
-    prepare,
-    product,
-    rescale,
+    expert_amax,
     save,
 )
-
-
-def expert_amax(block_bits: jax.Array) -> jax.Array:
-    """amax of each entry of the leading axis, broadcast against the blocks."""
-    return jnp.max(block_bits, axis=tuple(range(1, block_bits.ndim)), keepdims=True)
 
 
 def tile_amax(tile_expert: jax.Array, num_experts: int) -> Callable[[jax.Array], jax.Array]:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4zoo.numerics import Format, Operand, Recipe
-from fp4zoo.numerics.backends.emulated import DGRAD_SALT, WGRAD_SALT
+from fp4zoo.numerics.backends.operands import DGRAD_SALT, WGRAD_SALT
 from fp4zoo.numerics.hadamard import MATRIX
 from fp4zoo.numerics.random_bits import fold, random_bits
 

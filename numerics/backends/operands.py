@@ -1,0 +1,90 @@
+"""What the backends share: rounding one operand as a recipe says, and the names of residuals.
+
+Every backend that rounds here has the same codes, scales and amax, bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ..formats import BLOCK, Format
+from ..hadamard import random_hadamard
+from ..quantize import round_scaled, scale_to_blocks, tensor_amax
+from ..random_bits import random_bits
+from ..recipe import Operand
+
+T = TypeVar("T")
+# What `jax.checkpoint` policies may keep: quantised residuals, and GEMM outputs, without which the
+# recomputation would have to quantise again.
+QUANTIZED_NAME = "quantized"
+GEMM_NAME = "gemm"
+# One key a call, one stream an operand.
+DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)
+
+
+class Rounded(NamedTuple):
+    """x ~ values * scales * (amax / 2688), the scale repeated over its block. All float32."""
+
+    values: jax.Array  # E2M1, x's shape
+    scales: jax.Array  # E4M3, one a block
+    amax: jax.Array  # broadcast against the scales
+    blocked: tuple[int, ...]  # the axes that blocks run along, negative, ascending
+
+
+def transform(spec: Operand, x: jax.Array, axis: int) -> jax.Array:
+    """`x` as it is rounded: with the Hadamard transform along `axis` where `spec` has it."""
+    # x is read several times: without the barrier XLA:CPU computes its producer again each time.
+    x = jax.lax.optimization_barrier(x)
+    if spec.hadamard:
+        x = random_hadamard(x.astype(jnp.float32), axis)
+        x = jax.lax.optimization_barrier(
+            jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        )
+    return x
+
+
+def round_nvfp4(
+    spec: Operand,
+    x: jax.Array,
+    axes: tuple[int, int],
+    words: jax.Array | None = None,
+    amax: Callable[[jax.Array], jax.Array] = tensor_amax,
+) -> Rounded:
+    """Round a transformed `x` as an NVFP4 `spec` says.
+
+    axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for
+    stochastic rounding. amax: see `scale_to_blocks`.
+    """
+    assert spec.format is Format.NVFP4, spec
+    blocked = tuple(sorted(axes)) if spec.two_dimensional else (axes[0],)
+    scaled, scales, amax_value = scale_to_blocks(x, blocked, amax)
+    bits = None
+    if spec.stochastic:
+        assert words is not None, "a stochastic operand without rounding words"
+        bits = random_bits(words, x.shape)
+    return Rounded(round_scaled(scaled, bits), scales, amax_value, blocked)
+
+
+def expert_amax(block_bits: jax.Array) -> jax.Array:
+    """amax of each entry of the leading axis, broadcast against the blocks."""
+    return jnp.max(block_bits, axis=tuple(range(1, block_bits.ndim)), keepdims=True, initial=0)
+
+
+def pad_rows(x: jax.Array, axis: int, multiple: int = BLOCK) -> jax.Array:
+    """Zeros up to a multiple along `axis`: tokens that are exact, their codes are 0."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def save(operand: T, spec: Operand) -> T:
+    """Name a quantised residual, so that a remat policy can keep it."""
+    if spec.format is not Format.NVFP4:
+        return operand
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, QUANTIZED_NAME), operand)
