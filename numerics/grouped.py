@@ -5,71 +5,83 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from .backends import emulated_grouped as backend
+from .backends import GROUPED_BACKENDS
+from .backends.operands import GEMM_NAME, LogicalAxes, Signature, Tiles
 from .formats import BLOCK
-from .linear import check_operands, rounding_words
-from .random_bits import content_hash, fold
+from .linear import Call, backward_words, check_backend, check_operands, rounding_words
 from .recipe import Recipe
 
 
 def grouped_linear(
     x: jax.Array,
     kernel: jax.Array,
-    tile_expert: jax.Array,
-    num_tiles: jax.Array,
+    tile_expert: jax.Array | None = None,
+    num_tiles: jax.Array | None = None,
     *,
     recipe: Recipe,
     key: jax.Array | None = None,
     content_seeded: bool = False,
+    backend: str = "emulated",
+    kernel_axes: LogicalAxes = None,
 ) -> jax.Array:
     """Each tile of rows times its expert's kernel, with the recipe's rounding in all three GEMMs.
 
     x: [tiles, rows, K], rows a multiple of 16, rows without a token zero; kernel: [experts, K, *N];
     tile_expert: int32 [tiles], ascending; num_tiles: int32 scalar, how many tiles hold tokens (the
-    others give 0 and cost nothing). Returns [tiles, rows, *N] in x's dtype. key, content_seeded:
-    see `linear`.
+    others give 0 and cost nothing). Without these two x is [experts, rows, K]. Returns
+    [tiles, rows, *N] in x's dtype. key, content_seeded, backend, kernel_axes: see `linear`.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, and for tiles where the backend has none.
     """
     if x.ndim != 3 or kernel.ndim < 3 or x.shape[-1] != kernel.shape[1] or x.shape[1] % BLOCK:
         raise ValueError(
             f"grouped_linear needs x [tiles, rows, K] with rows a multiple of {BLOCK} and kernel "
             f"[experts, K, N], got {x.shape} and {kernel.shape}"
         )
+    if tile_expert is None and x.shape[0] != kernel.shape[0]:
+        raise ValueError(
+            f"grouped_linear without tile_expert needs x [experts, rows, K], got {x.shape} for "
+            f"{kernel.shape[0]} experts"
+        )
     check_operands(recipe, x, kernel.shape[1], kernel.shape[-1])
     words = rounding_words(recipe, key, content_seeded)
-    return _grouped(recipe, content_seeded, x, kernel, tile_expert, num_tiles, words)
+    tiles = None
+    if tile_expert is not None:
+        if num_tiles is None:
+            num_tiles = jnp.int32(x.shape[0])
+        tiles = (tile_expert, num_tiles)
+    backend = check_backend(recipe, backend)
+    call = Call(recipe, backend, content_seeded, kernel_axes, jnp.dtype(x.dtype))
+    return _grouped(call, x, kernel, tiles, words)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(recipe, content_seeded, x, kernel, tile_expert, num_tiles, words):
-    return backend.fprop(recipe, x, kernel, tile_expert, num_tiles)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(
+    call: Call, x: jax.Array, kernel: jax.Array, tiles: Tiles, words: jax.Array
+) -> jax.Array:
+    gemms = GROUPED_BACKENDS[call.backend]
+    return gemms.fprop(call.recipe, x, kernel, tiles, call.kernel_axes)
 
 
-def _grouped_forward(recipe, content_seeded, x, kernel, tile_expert, num_tiles, words):
-    y, residuals = backend.forward(recipe, x, kernel, tile_expert, num_tiles, words)
-    # Empty arrays carry the dtypes through the residuals, which hold arrays only.
-    return y, (
-        residuals,
-        tile_expert,
-        num_tiles,
-        words,
-        jnp.zeros(0, x.dtype),
-        jnp.zeros(0, kernel.dtype),
-    )
+def _grouped_forward(call, x, kernel, tiles, words):
+    gemms = GROUPED_BACKENDS[call.backend]
+    y, residuals = gemms.forward(call.recipe, x, kernel, tiles, words, call.kernel_axes)
+    y = checkpoint_name(y, GEMM_NAME)
+    return y, (residuals, tiles, words, Signature.of(x, kernel))
 
 
-def _grouped_backward(recipe, content_seeded, saved, g):
-    residuals, tile_expert, num_tiles, words, x_like, kernel_like = saved
-    if content_seeded and recipe.uses_stochastic_rounding:
-        words = fold(words, content_hash(g))
-    dtypes = (x_like.dtype, kernel_like.dtype)
-    dx, dw = backend.backward(recipe, residuals, g, tile_expert, num_tiles, words, dtypes)
-    no_gradient = [
-        np.zeros(leaf.shape, jax.dtypes.float0) for leaf in (tile_expert, num_tiles, words)
-    ]
-    return dx, dw, *no_gradient
+def _grouped_backward(call, saved, g):
+    residuals, tiles, words, signature = saved
+    gemms = GROUPED_BACKENDS[call.backend]
+    key = backward_words(call, words, g)
+    dx, dw = gemms.backward(call.recipe, residuals, g, tiles, key, signature, call.kernel_axes)
+    return dx, dw, *jax.tree.map(_no_gradient, (tiles, words))
+
+
+def _no_gradient(leaf: jax.Array) -> np.ndarray:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

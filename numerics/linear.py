@@ -9,6 +9,7 @@ the backward GEMMs are residuals: saved, not computed again.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from .backends import emulated as backend
-from .backends.operands import GEMM_NAME
+from ..errors import check_choice
+from .backends import BACKENDS, DENSE_BACKENDS
+from .backends.operands import GEMM_NAME, LogicalAxes, Signature
 from .formats import BLOCK
 from .random_bits import content_hash, fold, key_words
 from .recipe import Recipe
@@ -32,6 +34,8 @@ def linear(
     content_seeded: bool = False,
     precision: jax.lax.PrecisionLike = None,
     output_dtype: DTypeLike | None = None,
+    backend: str = "emulated",
+    kernel_axes: LogicalAxes = None,
 ) -> jax.Array:
     """y = x w with the recipe's rounding in all three GEMMs.
 
@@ -41,9 +45,12 @@ def linear(
     content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a
     key (a layer whose key is not advanced, or no key at all) still draw different bits for
     different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
+    backend: where an FP4 recipe's GEMMs run, a name in BACKENDS; `choose_backend` knows what this
+    device can. kernel_axes: logical names of the kernel's dimensions (numerics/partitioning.py), so
+    that what a mesh moves of it is FP4.
 
-    Raises ValueError for operands that do not fit, and when the recipe rounds stochastically but
-    neither key nor content_seeded is given.
+    Raises ValueError for operands that do not fit, for an unknown backend, and when the recipe
+    rounds stochastically but neither key nor content_seeded is given.
     """
     if kernel.ndim < 2 or x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
@@ -58,7 +65,24 @@ def linear(
             x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
         ).astype(dtype)
     words = rounding_words(recipe, key, content_seeded)
-    return _linear(recipe, content_seeded, dtype, x, kernel, words)
+    call = Call(recipe, check_backend(recipe, backend), content_seeded, kernel_axes, dtype)
+    return _linear(call, x, kernel, words)
+
+
+class Call(NamedTuple):
+    """The static arguments of a call. Hashable."""
+
+    recipe: Recipe
+    backend: str
+    content_seeded: bool
+    kernel_axes: LogicalAxes
+    dtype: jnp.dtype  # of y
+
+
+def check_backend(recipe: Recipe, backend: str) -> str:
+    """The backend's name; that of ordinary products for a recipe without FP4."""
+    check_choice("backend", backend, BACKENDS)
+    return backend if recipe.uses_fp4 else "emulated"
 
 
 def check_operands(recipe: Recipe, x: jax.Array, in_features: int, out_features: int) -> None:
@@ -82,31 +106,32 @@ def rounding_words(recipe: Recipe, key: jax.Array | None, content_seeded: bool) 
     return jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _linear(
-    recipe: Recipe,
-    content_seeded: bool,
-    dtype: jnp.dtype,
-    x: jax.Array,
-    kernel: jax.Array,
-    words: jax.Array,
-) -> jax.Array:
-    return backend.fprop(recipe, x, kernel)[0].astype(dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(call: Call, x: jax.Array, kernel: jax.Array, words: jax.Array) -> jax.Array:
+    gemms = DENSE_BACKENDS[call.backend]
+    return gemms.fprop(call.recipe, x, kernel, call.kernel_axes).astype(call.dtype)
 
 
-def _linear_forward(recipe, content_seeded, dtype, x, kernel, words):
-    y, residuals = backend.forward(recipe, x, kernel, words)
-    y = checkpoint_name(y.astype(dtype), GEMM_NAME)
-    # Empty arrays carry the dtypes through the residuals, which hold arrays only.
-    return y, (residuals, words, jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype))
+def _linear_forward(call, x, kernel, words):
+    gemms = DENSE_BACKENDS[call.backend]
+    y, residuals = gemms.forward(call.recipe, x, kernel, words, call.kernel_axes)
+    y = checkpoint_name(y.astype(call.dtype), GEMM_NAME)
+    return y, (residuals, words, Signature.of(x, kernel))
 
 
-def _linear_backward(recipe, content_seeded, dtype, saved, g):
-    residuals, words, x_like, kernel_like = saved
-    if content_seeded and recipe.uses_stochastic_rounding:
-        words = fold(words, content_hash(g))
-    dx, dw = backend.backward(recipe, residuals, g, words, (x_like.dtype, kernel_like.dtype))
+def _linear_backward(call, saved, g):
+    residuals, words, signature = saved
+    gemms = DENSE_BACKENDS[call.backend]
+    key = backward_words(call, words, g)
+    dx, dw = gemms.backward(call.recipe, residuals, g, key, signature, call.kernel_axes)
     return dx, dw, np.zeros(words.shape, jax.dtypes.float0)
+
+
+def backward_words(call: Call, words: jax.Array, g: jax.Array) -> jax.Array:
+    """The rounding key of the backward pass."""
+    if call.content_seeded and call.recipe.uses_stochastic_rounding:
+        return fold(words, content_hash(g))
+    return words
 
 
 _linear.defvjp(_linear_forward, _linear_backward)

@@ -32,6 +32,9 @@ MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "experts": ("expert",),
 }
 
+# Dimensions of parameters that are split where they are stored alone: a product needs them whole.
+STORAGE_AXES = frozenset({"embed"})
+
 
 def mesh_axis_sizes() -> dict[str, int]:
     """Sizes above 1 of the axes that `jax.set_mesh` has set and that XLA may split arrays over.

@@ -1,5 +1,13 @@
-"""Where the GEMMs run. A backend is a module with `forward` and `backward`: see emulated.py."""
+"""Where the GEMMs run.
 
-from . import emulated, emulated_grouped
+A backend is a module for dense layers with `fprop`, `forward` and `backward`, and its twin for
+experts: see emulated.py.
+"""
 
-__all__ = ["emulated", "emulated_grouped"]
+from types import ModuleType
+
+from . import emulated, emulated_grouped, xla, xla_grouped
+
+DENSE_BACKENDS: dict[str, ModuleType] = {"emulated": emulated, "xla": xla}
+GROUPED_BACKENDS: dict[str, ModuleType] = {"emulated": emulated_grouped, "xla": xla_grouped}
+BACKENDS = tuple(DENSE_BACKENDS)

@@ -26,6 +26,8 @@ from .operands import (
     DGRAD_WEIGHT_SALT,
     WGRAD_INPUT_SALT,
     WGRAD_SALT,
+    LogicalAxes,
+    Signature,
     pad_rows,
     round_nvfp4,
     save,
@@ -104,11 +106,16 @@ def token_axes(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
-    """y = x w in float32, and the weight as it was rounded.
+def fprop(
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, kernel_axes: LogicalAxes = None
+) -> jax.Array:
+    """y = x w in float32. x: [..., K], kernel: [K, *N] -> [..., *N]."""
+    del kernel_axes
+    return _fprop(recipe, x, kernel)[0]
 
-    x: [..., K], kernel: [K, *N] -> [..., *N].
-    """
+
+def _fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, GemmOperand]:
+    """y, and the weight as it was rounded."""
     fprop_w = prepare(recipe.fprop_w, kernel, (-kernel.ndim, -1))
     fprop_x = prepare(recipe.fprop_x, token_axes(x), (-1, -2))
     y = contract(fprop_x, fprop_w, ((-1,), (0,)))
@@ -116,10 +123,15 @@ def fprop(recipe: Recipe, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, G
 
 
 def forward(
-    recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array
+    recipe: Recipe,
+    x: jax.Array,
+    kernel: jax.Array,
+    words: jax.Array,
+    kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
-    y, fprop_w = fprop(recipe, x, kernel)
+    del kernel_axes
+    y, fprop_w = _fprop(recipe, x, kernel)
     if recipe.quantizes_weight_once:
         dgrad_w = fprop_w
     else:
@@ -136,9 +148,11 @@ def backward(
     residuals: Residuals,
     g: jax.Array,
     words: jax.Array,
-    dtypes: tuple[jnp.dtype, jnp.dtype],
+    signature: Signature,
+    kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dx, dw) in `dtypes`. g: [..., *N]; dw accumulates in float32."""
+    """(dx, dw) like x and the kernel. g: [..., *N]; dw accumulates in float32."""
+    del kernel_axes
     wgrad_x, dgrad_w = residuals
     out_axes = tuple(range(1 - dgrad_w.values.ndim, 0))  # N in g and in the kernel
     leading = g.shape[: g.ndim - len(out_axes)]
@@ -152,4 +166,5 @@ def backward(
     wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, WGRAD_SALT))
     tokens = tuple(range(wgrad_x.values.ndim - 1))
     dw = contract(wgrad_x, wgrad_g, (tokens, tokens))
-    return dx.reshape(*leading, dx.shape[-1]).astype(dtypes[0]), dw.astype(dtypes[1])
+    x, kernel = signature.x, signature.kernel
+    return dx.reshape(x.shape).astype(x.dtype), dw.astype(kernel.dtype)

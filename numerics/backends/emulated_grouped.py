@@ -4,14 +4,14 @@ Every expert is a GEMM of its own: its rows, its weight and its gradient have th
 blocks and the Hadamard transform stay inside a tile, so no expert's numbers depend on another's.
 Rows without a token are zero, which is exact.
 
-Shapes: x [tiles, rows, K], kernel [experts, K, *N], tile_expert int32 [tiles], ascending.
+Shapes: x [tiles, rows, K], kernel [experts, K, *N], tile_expert int32 [tiles], ascending; or,
+without tiles, x [experts, rows, K].
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from ..random_bits import fold
 from ..recipe import Recipe
@@ -19,16 +19,21 @@ from .emulated import GemmOperand, Residuals, prepare, product, rescale
 from .operands import (
     DGRAD_SALT,
     DGRAD_WEIGHT_SALT,
-    GEMM_NAME,
     WGRAD_INPUT_SALT,
     WGRAD_SALT,
+    LogicalAxes,
+    Signature,
+    Tiles,
     expert_amax,
     save,
 )
 
 
-def tile_amax(tile_expert: jax.Array, num_experts: int) -> Callable[[jax.Array], jax.Array]:
+def tile_amax(tiles: Tiles, num_experts: int) -> Callable[[jax.Array], jax.Array]:
     """amax of each tile's expert, over all of that expert's tiles."""
+    if tiles is None:
+        return expert_amax
+    tile_expert, _ = tiles
 
     def amax(block_bits: jax.Array) -> jax.Array:
         per_tile = expert_amax(block_bits)
@@ -41,67 +46,69 @@ def tile_amax(tile_expert: jax.Array, num_experts: int) -> Callable[[jax.Array],
 
 
 def fprop(
-    recipe: Recipe, x: jax.Array, kernel: jax.Array, tile_expert: jax.Array, num_tiles: jax.Array
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles, kernel_axes: LogicalAxes = None
+) -> jax.Array:
+    """y [tiles, rows, *N] in x's dtype, 0 in tiles without tokens."""
+    del kernel_axes
+    return _fprop(recipe, x, kernel, tiles)[0]
+
+
+def _fprop(
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles
 ) -> tuple[jax.Array, GemmOperand]:
-    """y [tiles, rows, *N] in x's dtype, 0 from `num_tiles` on, and the weights as rounded."""
+    """y, and the weights as they were rounded."""
     fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=expert_amax)
-    fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=tile_amax(tile_expert, kernel.shape[0]))
-    y = _tile_products(fprop_x, fprop_w, ((-1,), (0,)), tile_expert, num_tiles, x.dtype)
-    return y, fprop_w
+    fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=tile_amax(tiles, kernel.shape[0]))
+    return _products(fprop_x, fprop_w, ((-1,), (0,)), tiles, x.dtype), fprop_w
 
 
 def forward(
     recipe: Recipe,
     x: jax.Array,
     kernel: jax.Array,
-    tile_expert: jax.Array,
-    num_tiles: jax.Array,
+    tiles: Tiles,
     words: jax.Array,
+    kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
-    y, fprop_w = fprop(recipe, x, kernel, tile_expert, num_tiles)
+    del kernel_axes
+    y, fprop_w = _fprop(recipe, x, kernel, tiles)
     if recipe.quantizes_weight_once:
         dgrad_w = fprop_w
     else:
         axes = (-1, 1 - kernel.ndim)
         dgrad_w = prepare(recipe.dgrad_w, kernel, axes, fold(words, DGRAD_WEIGHT_SALT), expert_amax)
-    amax = tile_amax(tile_expert, kernel.shape[0])
+    amax = tile_amax(tiles, kernel.shape[0])
     wgrad_x = prepare(recipe.wgrad_x, x, (-2, -1), fold(words, WGRAD_INPUT_SALT), amax)
-    residuals = Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
-    return checkpoint_name(y, GEMM_NAME), residuals
+    return y, Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
 
 
 def backward(
     recipe: Recipe,
     residuals: Residuals,
     g: jax.Array,
-    tile_expert: jax.Array,
-    num_tiles: jax.Array,
+    tiles: Tiles,
     words: jax.Array,
-    dtypes: tuple[jnp.dtype, jnp.dtype],
+    signature: Signature,
+    kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dx [tiles, rows, K], dw [experts, K, *N]) in `dtypes`.
+    """(dx, dw) like x [tiles, rows, K] and the kernel [experts, K, *N].
 
     dw accumulates in float32; that of an unused expert is 0.
     """
+    del kernel_axes
     wgrad_x, dgrad_w = residuals
-    num_experts = dgrad_w.values.shape[0]
-    amax = tile_amax(tile_expert, num_experts)
+    amax = tile_amax(tiles, dgrad_w.values.shape[0])
     out_axes = tuple(range(2 - dgrad_w.values.ndim, 0))  # N in g and in a kernel
     token_axis = -1 - len(out_axes)
     dgrad_g = prepare(recipe.dgrad_g, g, (-1, token_axis), fold(words, DGRAD_SALT), amax)
-    dx = _tile_products(dgrad_g, dgrad_w, (out_axes, out_axes), tile_expert, num_tiles, dtypes[0])
+    dx = _products(dgrad_g, dgrad_w, (out_axes, out_axes), tiles, signature.x.dtype)
     wgrad_g = prepare(recipe.wgrad_g, g, (token_axis, -1), fold(words, WGRAD_SALT), amax)
-
-    def accumulate(tile: jax.Array, dw: jax.Array) -> jax.Array:
-        left, right = _at(wgrad_x, tile), _at(wgrad_g, tile)
-        expert = tile_expert[tile]
-        update = _scaled(product(left, right, ((0,), (0,))), left, right)
-        return dw.at[expert].add(update)
-
-    dw = jnp.zeros((num_experts, wgrad_x.values.shape[-1], *g.shape[2:]), jnp.float32)
-    dw = jax.lax.fori_loop(0, num_tiles, accumulate, dw)
-    return dx, dw.astype(dtypes[1])
+    if tiles is None:
+        dw = _group_products(wgrad_x, wgrad_g, ((0,), (0,)))
+    else:
+        dw = _sum_of_tiles(wgrad_x, wgrad_g, tiles, signature.kernel.shape)
+    return dx, dw.astype(signature.kernel.dtype)
 
 
 def _at(operand: GemmOperand, index: jax.Array) -> GemmOperand:
@@ -117,22 +124,48 @@ def _scaled(value: jax.Array, left: GemmOperand, right: GemmOperand) -> jax.Arra
     return value
 
 
-def _tile_products(
-    tiles: GemmOperand,
+def _products(
+    rows: GemmOperand,
     weights: GemmOperand,
     axes: tuple[tuple[int, ...], tuple[int, ...]],
-    tile_expert: jax.Array,
-    num_tiles: jax.Array,
+    tiles: Tiles,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Each tile that holds a token times its expert's weight, one after the other."""
+    """Each tile's, or group's, rows times its expert's weight."""
+    if tiles is None:
+        return _group_products(rows, weights, axes).astype(dtype)
+    tile_expert, num_tiles = tiles
     spared = {axis % (weights.values.ndim - 1) for axis in axes[1]}
     out_shape = [n for axis, n in enumerate(weights.values.shape[1:]) if axis not in spared]
 
+    # Each tile that holds a token, one after the other.
     def multiply(tile: jax.Array, out: jax.Array) -> jax.Array:
-        left, right = _at(tiles, tile), _at(weights, tile_expert[tile])
+        left, right = _at(rows, tile), _at(weights, tile_expert[tile])
         value = _scaled(product(left, right, axes), left, right).astype(dtype)
         return jax.lax.dynamic_update_index_in_dim(out, value, tile, 0)
 
-    out = jnp.zeros((*tiles.values.shape[:2], *out_shape), dtype)
+    out = jnp.zeros((*rows.values.shape[:2], *out_shape), dtype)
     return jax.lax.fori_loop(0, num_tiles, multiply, out)
+
+
+def _group_products(
+    left: GemmOperand, right: GemmOperand, axes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> jax.Array:
+    """All groups' products as one batched product, float32."""
+    return jax.vmap(lambda a, b: _scaled(product(a, b, axes), a, b))(left, right)
+
+
+def _sum_of_tiles(
+    left: GemmOperand,
+    right: GemmOperand,
+    tiles: tuple[jax.Array, jax.Array],
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """The weight gradient float32 of this shape: each expert's sum over its tiles."""
+    tile_expert, num_tiles = tiles
+
+    def accumulate(tile: jax.Array, dw: jax.Array) -> jax.Array:
+        a, b = _at(left, tile), _at(right, tile)
+        return dw.at[tile_expert[tile]].add(_scaled(product(a, b, ((0,), (0,))), a, b))
+
+    return jax.lax.fori_loop(0, num_tiles, accumulate, jnp.zeros(shape, jnp.float32))

@@ -3,6 +3,7 @@
 Every backend that rounds here has the same codes, scales and amax, bit for bit.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +24,27 @@ QUANTIZED_NAME = "quantized"
 GEMM_NAME = "gemm"
 # One key a call, one stream an operand.
 DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)
+
+
+# Names in `partitioning.MESH_AXES` of a kernel's dimensions; None: nobody said.
+LogicalAxes = tuple[str | None, ...] | None
+
+# (tile_expert int32 [tiles], ascending; num_tiles int32 scalar) of `grouped_linear`, or None: one
+# group of rows for each expert.
+Tiles = tuple[jax.Array, jax.Array] | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Shapes and dtypes of a call, for its backward pass."""
+
+    x: jax.ShapeDtypeStruct
+    kernel: jax.ShapeDtypeStruct
+
+    @classmethod
+    def of(cls, x: jax.Array, kernel: jax.Array) -> "Signature":
+        return cls(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel)))
 
 
 class Rounded(NamedTuple):

@@ -1,0 +1,56 @@
+"""The experts' GEMMs on FP4 tensor cores: one batched product for all experts of a device.
+
+Shapes: x [E, C, K], kernel [E, K, *N]: every expert has C rows. Rows without a token are zero,
+which is exact. Tiles of several rows an expert (dropless mixtures) have no such product.
+"""
+
+import jax
+
+from ..recipe import Recipe
+from .operands import LogicalAxes, Signature, Tiles
+from .xla import Residuals, backward_groups, forward_groups, fprop_groups
+
+
+def fprop(
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles, kernel_axes: LogicalAxes = None
+) -> jax.Array:
+    """y [E, C, *N] in x's dtype."""
+    _check(tiles)
+    return fprop_groups(recipe, x, kernel, kernel_axes)[0].astype(x.dtype)
+
+
+def forward(
+    recipe: Recipe,
+    x: jax.Array,
+    kernel: jax.Array,
+    tiles: Tiles,
+    words: jax.Array,
+    kernel_axes: LogicalAxes = None,
+) -> tuple[jax.Array, Residuals]:
+    """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
+    _check(tiles)
+    y, residuals = forward_groups(recipe, x, kernel, words, kernel_axes)
+    return y.astype(x.dtype), residuals
+
+
+def backward(
+    recipe: Recipe,
+    residuals: Residuals,
+    g: jax.Array,
+    tiles: Tiles,
+    words: jax.Array,
+    signature: Signature,
+    kernel_axes: LogicalAxes = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(dx, dw) like x and the kernel. g: [E, C, *N]; dw accumulates in float32."""
+    _check(tiles)
+    dx, dw = backward_groups(recipe, residuals, g, words, kernel_axes)
+    return dx.astype(signature.x.dtype), dw.astype(signature.kernel.dtype)
+
+
+def _check(tiles: Tiles) -> None:
+    if tiles is not None:
+        raise ValueError(
+            "backend 'xla' has one group of rows for each expert, x [experts, rows, K] without "
+            "tile_expert: give the mixture a capacity_factor, or use backend='emulated'"
+        )
