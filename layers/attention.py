@@ -17,8 +17,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..numerics import Recipe
+from ..numerics.partitioning import constrain, mesh_axis_sizes, partition_spec
 from ..numerics.platform import matmul_operand, target_platform
 from .dense import NVFP4Dense
 from .norm import RMSNorm
@@ -151,6 +153,47 @@ def dot_product_attention(
     return chosen.function(query, key, value, pattern)
 
 
+def context_parallel_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pattern: AttentionPattern,
+    *,
+    implementation: str = "auto",
+) -> jax.Array:
+    """`dot_product_attention` of whole sequences, which the mesh axis context may cut into parts.
+
+    Every device has its part of the queries and gathers the keys and values of its sequences from
+    the others; their gradients are summed on the way back. K/V heads are few, so that this moves
+    less than the queries of a ring would, and any implementation can compute it. query, key and
+    value have one length.
+    """
+    sizes = mesh_axis_sizes()
+    axes = ("batch", "sequence", "kv_heads", None)
+    spec = partition_spec(axes, key.shape, sizes)
+    if "context" not in (spec[1] or ()):
+        return dot_product_attention(query, key, value, pattern, implementation=implementation)
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+    def attend(query, key, value, segment_ids):
+        local = AttentionPattern(
+            segment_ids,
+            None if segment_ids is None else gather(segment_ids),
+            query_offset=jax.lax.axis_index("context") * query.shape[1],
+            sliding_window=pattern.sliding_window,
+        )
+        return dot_product_attention(
+            query, gather(key), gather(value), local, implementation=implementation
+        )
+
+    return jax.shard_map(
+        attend, in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])), out_specs=spec,
+        check_vma=False,
+    )(query, key, value, pattern.query_segment_ids)
+
+
 class Attention(nnx.Module):
     """Causal self-attention: one fused q/k/v projection, rotary embedding, output projection.
 
@@ -234,7 +277,9 @@ class Attention(nnx.Module):
         self, x: jax.Array, rope: RopeTables, *, rounding_key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> rotated query [B, T, N, H], rotated key and value [B, T, K, H]."""
+        x = constrain(x, "batch", "sequence", None)
         fused = self.qkv(x, rounding_key=rounding_key)  # [B, T, K, G + 2, H]
+        fused = constrain(fused, "batch", "sequence", "kv_heads", None, None)
         query = fused[..., :-2, :].reshape(*x.shape[:-1], self.num_heads, self.head_dim)
         key, value = fused[..., -2, :], fused[..., -1, :]
         if self.query_norm is not None and self.key_norm is not None:
@@ -265,8 +310,9 @@ class Attention(nnx.Module):
         if window is not None and window >= x.shape[1]:
             window = None
         pattern = AttentionPattern(segment_ids, segment_ids, sliding_window=window)
-        mixed = dot_product_attention(
+        mixed = context_parallel_attention(
             query, key, value, pattern, implementation=self.implementation
         )
         mixed = mixed.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
+        mixed = constrain(mixed, "batch", "sequence", "heads")
         return self.output(mixed, rounding_key=output_key)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..numerics import get_recipe, linear
+from ..numerics.partitioning import constrain
 
 _RECIPES = {
     recipe.fprop_x.format.dtype.name: recipe for recipe in map(get_recipe, ("fp32", "bf16", "fp16"))
@@ -48,7 +49,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens int32 [B, T] -> vectors [B, T, D] in `dtype`."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.dtype)
+        table = constrain(self.embedding[...], "vocabulary", None)
+        return jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """The tied output head: x [..., D] -> logits float32 [..., V]."""

@@ -20,6 +20,7 @@ from ..layers.embedding import Embedding, OutputHead
 from ..layers.norm import RMSNorm
 from ..layers.rope import RopeTables, rope_frequencies, rope_tables
 from ..numerics import GEMM_NAME, QUANTIZED_NAME, Recipe
+from ..numerics.partitioning import constrain
 from .config import ModelConfig
 from .precision_plan import (
     LinearShape,
@@ -74,8 +75,15 @@ def attention_of(
     )
 
 
+RESIDUAL = ("batch", "residual_sequence", None)  # how the residual stream lies on a mesh
+
+
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream keeps x's dtype."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream keeps x's dtype.
+
+    Between its parts a sequence is split over the mesh axis tensor too, so norms and residual sums
+    are not computed on every device. The parts gather it themselves where they need all of it.
+    """
 
     def __init__(self, config: ModelConfig, attention: Attention, mlp: Any, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
@@ -95,11 +103,12 @@ class Block(nnx.Module):
         attention_keys, mlp_keys = None, None
         if rounding_keys is not None:
             attention_keys, mlp_keys = rounding_keys[:2], rounding_keys[2:]
-        x = x + self.attention(
+        y = self.attention(
             self.attention_norm(x), segment_ids=segment_ids, rope=rope, rounding_keys=attention_keys
         )
+        x = constrain(x + constrain(y, *RESIDUAL), *RESIDUAL)
         y, auxiliary = self.mlp(self.mlp_norm(x), segment_ids=segment_ids, rounding_keys=mlp_keys)
-        return x + y, auxiliary
+        return constrain(x + constrain(y, *RESIDUAL), *RESIDUAL), auxiliary
 
 
 class Decoder(nnx.Module):
@@ -247,14 +256,15 @@ class Decoder(nnx.Module):
         )
         rope = rope_tables(positions, frequencies)
         keys = self._rounding_keys(rounding_key)
-        x = self.embedding(tokens)
+        x = constrain(self.embedding(tokens), *RESIDUAL)
         reports = []
         for segment in self.segments:
             segment_keys = None if keys is None else keys[segment.start : segment.stop]
             x, report = self._run(self.blocks[segment.name], x, rope, segment_ids, segment_keys)
             reports.append(report)
         layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)  # leaves [L, ...]
-        return self.final_norm(x), self._auxiliary(layers)
+        hidden = constrain(self.final_norm(x), "batch", "sequence", None)
+        return hidden, self._auxiliary(layers)
 
     def _rounding_keys(self, rounding_key: jax.Array | None) -> jax.Array | None:
         """One key per layer and linear, [L, linears]; None where nothing rounds stochastically."""
@@ -298,9 +308,9 @@ class Decoder(nnx.Module):
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., D] -> logits float32 [..., V]; never FP4."""
-        if self.output_head is None:
-            return self.embedding.attend(hidden)
-        return self.output_head(hidden)
+        head = self.embedding.attend if self.output_head is None else self.output_head
+        logits = head(hidden)
+        return constrain(logits, "batch", "sequence", "vocabulary") if logits.ndim == 3 else logits
 
     def __call__(
         self,

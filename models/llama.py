@@ -10,6 +10,7 @@ from flax import nnx
 from ..errors import UserError
 from ..layers.dense import NVFP4Dense
 from ..numerics import Recipe
+from ..numerics.partitioning import constrain
 from .config import ModelConfig
 from .decoder import Auxiliary, Decoder, kernel_init, output_kernel_init
 from .precision_plan import LinearShape
@@ -46,7 +47,9 @@ class GatedMLP(nnx.Module):
         """x [B, T, D] -> ([B, T, D], {}); two rounding keys."""
         del segment_ids
         gate_up_key, down_key = (None, None) if rounding_keys is None else rounding_keys
+        x = constrain(x, "batch", "sequence", None)
         gate_up = self.gate_up(x, rounding_key=gate_up_key)  # [B, T, 2, F]
+        gate_up = constrain(gate_up, "batch", "sequence", None, "mlp")
         return self.down(_swiglu(gate_up), rounding_key=down_key), {}
 
 
