@@ -189,7 +189,9 @@ def context_parallel_attention(
         )
 
     return jax.shard_map(
-        attend, in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])), out_specs=spec,
+        attend,
+        in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
+        out_specs=spec,
         check_vma=False,
     )(query, key, value, pattern.query_segment_ids)
 
