@@ -8,7 +8,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .backends import GROUPED_BACKENDS
-from .backends.operands import GEMM_NAME, LogicalAxes, Signature, Tiles
+from .backends.operands import GEMM_NAME, LogicalAxes, Shard, Signature, Tiles
 from .formats import BLOCK
 from .linear import Call, backward_words, check_backend, check_operands, rounding_words
 from .recipe import Recipe
@@ -20,6 +20,8 @@ def grouped_linear(
     tile_expert: jax.Array | None = None,
     num_tiles: jax.Array | None = None,
     *,
+    row_ids: jax.Array | None = None,
+    shard: Shard = Shard(),  # noqa: B008  frozen
     recipe: Recipe,
     key: jax.Array | None = None,
     content_seeded: bool = False,
@@ -29,9 +31,13 @@ def grouped_linear(
     """Each tile of rows times its expert's kernel, with the recipe's rounding in all three GEMMs.
 
     x: [tiles, rows, K], rows a multiple of 16, rows without a token zero; kernel: [experts, K, *N];
-    tile_expert: int32 [tiles], ascending; num_tiles: int32 scalar, how many tiles hold tokens (the
-    others give 0 and cost nothing). Without these two x is [experts, rows, K]. Returns
-    [tiles, rows, *N] in x's dtype. key, content_seeded, backend, kernel_axes: see `linear`.
+    tile_expert: int32 [tiles], the number of experts for a tile without tokens; num_tiles: int32
+    scalar, tiles from there on have none either (they give 0 and cost nothing). Without these two x
+    is [experts, rows, K]. Returns [tiles, rows, *N] in x's dtype.
+
+    row_ids: uint32 [tiles, rows], by which stochastic rounding knows a row wherever it stands.
+    shard: the mesh axes of an enclosing `jax.shard_map`; see there what comes back. key,
+    content_seeded, backend, kernel_axes: see `linear`.
 
     Raises ValueError for shapes that do not fit, and for tiles where the backend has none.
     """
@@ -47,11 +53,15 @@ def grouped_linear(
         )
     check_operands(recipe, x, kernel.shape[1], kernel.shape[-1])
     words = rounding_words(recipe, key, content_seeded)
-    tiles = None
-    if tile_expert is not None:
-        if num_tiles is None:
-            num_tiles = jnp.int32(x.shape[0])
-        tiles = (tile_expert, num_tiles)
+    if recipe.dgrad_w.stochastic and shard != Shard():
+        raise ValueError(
+            f"recipe {recipe.name!r} rounds weights stochastically, whose bits would depend on the "
+            "mesh here: give the mixture a capacity_factor, or a recipe that does not"
+        )
+    if tile_expert is not None and num_tiles is not None:
+        holds_tokens = jnp.arange(x.shape[0]) < num_tiles
+        tile_expert = jnp.where(holds_tokens, tile_expert, kernel.shape[0])
+    tiles = Tiles(tile_expert, row_ids, shard)
     backend = check_backend(recipe, backend)
     call = Call(recipe, backend, content_seeded, kernel_axes, jnp.dtype(x.dtype))
     return _grouped(call, x, kernel, tiles, words)
@@ -75,7 +85,7 @@ def _grouped_forward(call, x, kernel, tiles, words):
 def _grouped_backward(call, saved, g):
     residuals, tiles, words, signature = saved
     gemms = GROUPED_BACKENDS[call.backend]
-    key = backward_words(call, words, g)
+    key = backward_words(call, words, g, tiles.shard.whole_hash)
     dx, dw = gemms.backward(call.recipe, residuals, g, tiles, key, signature, call.kernel_axes)
     return dx, dw, *jax.tree.map(_no_gradient, (tiles, words))
 

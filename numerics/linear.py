@@ -9,6 +9,7 @@ the backward GEMMs are residuals: saved, not computed again.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -127,10 +128,15 @@ def _linear_backward(call, saved, g):
     return dx, dw, np.zeros(words.shape, jax.dtypes.float0)
 
 
-def backward_words(call: Call, words: jax.Array, g: jax.Array) -> jax.Array:
-    """The rounding key of the backward pass."""
+def backward_words(
+    call: Call,
+    words: jax.Array,
+    g: jax.Array,
+    whole_hash: Callable[[jax.Array], jax.Array] = lambda part: part,
+) -> jax.Array:
+    """The rounding key of the backward pass. whole_hash: of g from that of this device's part."""
     if call.content_seeded and call.recipe.uses_stochastic_rounding:
-        return fold(words, content_hash(g))
+        return fold(words, whole_hash(content_hash(g)))
     return words
 
 

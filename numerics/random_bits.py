@@ -7,6 +7,8 @@ index in the whole array, so it does not depend on how the array is sharded. The
 every output bit with probability 1/2 +- 0.2 %. Not for cryptography.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +50,22 @@ def content_hash(x: jax.Array) -> jax.Array:
     return jnp.sum(bits, dtype=jnp.uint32)
 
 
-def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32 of `shape`: hash of (words, index of the element). words: uint32 [2]."""
+class Place(NamedTuple):
+    """Which rows of which whole array [..., row, *features] a part of it holds."""
+
+    rows: jax.Array  # uint32: the number of each row in the whole
+    first_feature: jax.Array | int  # where the part's last axis begins in the whole's
+    num_features: int  # length of the whole's last axis
+
+
+def random_bits(words: jax.Array, shape: tuple[int, ...], place: Place | None = None) -> jax.Array:
+    """uint32 of `shape`: hash of (words, index of the element). words: uint32 [2].
+
+    place: of this part in a whole array, whose rows lie in any order; an element's bits are the
+    same in every part that holds it.
+    """
+    if place is not None:
+        return _bits_of_rows(words, shape, place)
     first, second = words[0], words[1]
     low = high = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -62,6 +78,25 @@ def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         stride *= shape[axis]
     if overflow:
         first = first ^ mix(high)
+    return _hash(low, first, second)
+
+
+def _bits_of_rows(words: jax.Array, shape: tuple[int, ...], place: Place) -> jax.Array:
+    """Every row has two key words of its own, and its elements are counted by their features."""
+    features = len(shape) - place.rows.ndim
+    spread = place.rows.reshape(*place.rows.shape, *[1] * features)
+    first = words[0] ^ mix(spread)
+    second = words[1] ^ mix(spread + _GOLDEN)
+    low = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    low = low + jnp.asarray(place.first_feature).astype(jnp.uint32)
+    stride = place.num_features
+    for axis in reversed(range(place.rows.ndim, len(shape) - 1)):
+        low = low + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
+        stride *= shape[axis]
+    return _hash(low, first, second)
+
+
+def _hash(low: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     # `mix` with the second key word inside: two keys' sequences are not shifts of each other.
     word = low ^ first
     word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D) + second

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..formats import BLOCK, Format
 from ..platform import matmul_operand, on_cpu
 from ..quantize import expand_blocks, global_scale, tensor_amax
-from ..random_bits import fold
+from ..random_bits import Place, fold
 from ..recipe import Operand, Recipe
 from .operands import (
     DGRAD_SALT,
@@ -55,12 +55,13 @@ def prepare(
     axes: tuple[int, int],
     words: jax.Array | None = None,
     amax: Callable[[jax.Array], jax.Array] = tensor_amax,
+    place: Place | None = None,
 ) -> GemmOperand:
     """Round `x` as `spec` says; the arguments are those of `round_nvfp4`."""
     x = transform(spec, x, axes[0])
     if spec.format is not Format.NVFP4:
         return GemmOperand(matmul_operand(x.astype(spec.format.dtype)), None)
-    values, scales, amax_value, blocked = round_nvfp4(spec, x, axes, words, amax)
+    values, scales, amax_value, blocked = round_nvfp4(spec, x, axes, words, amax, place)
     values = values * expand_blocks(scales, x, blocked)
     return GemmOperand(
         values.astype(jnp.float32 if on_cpu() else jnp.bfloat16), global_scale(amax_value)

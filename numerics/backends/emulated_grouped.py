@@ -4,8 +4,12 @@ Every expert is a GEMM of its own: its rows, its weight and its gradient have th
 blocks and the Hadamard transform stay inside a tile, so no expert's numbers depend on another's.
 Rows without a token are zero, which is exact.
 
-Shapes: x [tiles, rows, K], kernel [experts, K, *N], tile_expert int32 [tiles], ascending; or,
-without tiles, x [experts, rows, K].
+Shapes: x [tiles, rows, K], kernel [experts, K, *N], tiles.expert int32 [tiles]; or, without it,
+x [experts, rows, K].
+
+Inside `jax.shard_map` rows, experts and features are a device's part of them (`Tiles.shard`): the
+codes are those of the whole, and what comes back are this part's y, or its addend where in_features
+is split, and this part's addends of dx and dw.
 """
 
 from collections.abc import Callable
@@ -29,20 +33,23 @@ from .operands import (
 )
 
 
-def tile_amax(tiles: Tiles, num_experts: int) -> Callable[[jax.Array], jax.Array]:
-    """amax of each tile's expert, over all of that expert's tiles."""
-    if tiles is None:
-        return expert_amax
-    tile_expert, _ = tiles
+def row_amax(tiles: Tiles, num_experts: int) -> Callable[[jax.Array], jax.Array]:
+    """amax of each tile's expert, over all of that expert's rows."""
 
     def amax(block_bits: jax.Array) -> jax.Array:
         per_tile = expert_amax(block_bits)
-        per_expert = jax.ops.segment_max(
-            per_tile, tile_expert, num_experts, indices_are_sorted=True
-        )
-        return per_expert[tile_expert]
+        if tiles.expert is None:
+            return tiles.shard.whole_amax(per_tile)
+        # Empty tiles are one more expert, whose amax is 0.
+        per_expert = jax.ops.segment_max(per_tile, tiles.expert, num_experts + 1)
+        return tiles.shard.whole_amax(jnp.maximum(per_expert, 0))[tiles.expert]
 
     return amax
+
+
+def weight_amax(tiles: Tiles) -> Callable[[jax.Array], jax.Array]:
+    """amax of each expert's kernel."""
+    return lambda block_bits: tiles.shard.whole_amax(expert_amax(block_bits))
 
 
 def fprop(
@@ -57,8 +64,8 @@ def _fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles
 ) -> tuple[jax.Array, GemmOperand]:
     """y, and the weights as they were rounded."""
-    fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=expert_amax)
-    fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=tile_amax(tiles, kernel.shape[0]))
+    fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=weight_amax(tiles))
+    fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=row_amax(tiles, kernel.shape[0]))
     return _products(fprop_x, fprop_w, ((-1,), (0,)), tiles, x.dtype), fprop_w
 
 
@@ -77,9 +84,11 @@ def forward(
         dgrad_w = fprop_w
     else:
         axes = (-1, 1 - kernel.ndim)
-        dgrad_w = prepare(recipe.dgrad_w, kernel, axes, fold(words, DGRAD_WEIGHT_SALT), expert_amax)
-    amax = tile_amax(tiles, kernel.shape[0])
-    wgrad_x = prepare(recipe.wgrad_x, x, (-2, -1), fold(words, WGRAD_INPUT_SALT), amax)
+        weight_words = fold(words, DGRAD_WEIGHT_SALT)
+        dgrad_w = prepare(recipe.dgrad_w, kernel, axes, weight_words, weight_amax(tiles))
+    amax = row_amax(tiles, kernel.shape[0])
+    place = tiles.place(x.shape[-1], tiles.shard.in_features)
+    wgrad_x = prepare(recipe.wgrad_x, x, (-2, -1), fold(words, WGRAD_INPUT_SALT), amax, place)
     return y, Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
 
 
@@ -98,16 +107,17 @@ def backward(
     """
     del kernel_axes
     wgrad_x, dgrad_w = residuals
-    amax = tile_amax(tiles, dgrad_w.values.shape[0])
+    amax = row_amax(tiles, dgrad_w.values.shape[0])
+    place = tiles.place(g.shape[-1], tiles.shard.out_features)
     out_axes = tuple(range(2 - dgrad_w.values.ndim, 0))  # N in g and in a kernel
     token_axis = -1 - len(out_axes)
-    dgrad_g = prepare(recipe.dgrad_g, g, (-1, token_axis), fold(words, DGRAD_SALT), amax)
+    dgrad_g = prepare(recipe.dgrad_g, g, (-1, token_axis), fold(words, DGRAD_SALT), amax, place)
     dx = _products(dgrad_g, dgrad_w, (out_axes, out_axes), tiles, signature.x.dtype)
-    wgrad_g = prepare(recipe.wgrad_g, g, (token_axis, -1), fold(words, WGRAD_SALT), amax)
-    if tiles is None:
+    wgrad_g = prepare(recipe.wgrad_g, g, (token_axis, -1), fold(words, WGRAD_SALT), amax, place)
+    if tiles.expert is None:
         dw = _group_products(wgrad_x, wgrad_g, ((0,), (0,)))
     else:
-        dw = _sum_of_tiles(wgrad_x, wgrad_g, tiles, signature.kernel.shape)
+        dw = _sum_of_tiles(wgrad_x, wgrad_g, tiles.expert, signature.kernel.shape)
     return dx, dw.astype(signature.kernel.dtype)
 
 
@@ -132,20 +142,32 @@ def _products(
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Each tile's, or group's, rows times its expert's weight."""
-    if tiles is None:
+    if tiles.expert is None:
         return _group_products(rows, weights, axes).astype(dtype)
-    tile_expert, num_tiles = tiles
+    experts = tiles.expert
     spared = {axis % (weights.values.ndim - 1) for axis in axes[1]}
     out_shape = [n for axis, n in enumerate(weights.values.shape[1:]) if axis not in spared]
 
     # Each tile that holds a token, one after the other.
     def multiply(tile: jax.Array, out: jax.Array) -> jax.Array:
-        left, right = _at(rows, tile), _at(weights, tile_expert[tile])
+        left, right = _at(rows, tile), _at(weights, experts[tile])
         value = _scaled(product(left, right, axes), left, right).astype(dtype)
         return jax.lax.dynamic_update_index_in_dim(out, value, tile, 0)
 
     out = jnp.zeros((*rows.values.shape[:2], *out_shape), dtype)
-    return jax.lax.fori_loop(0, num_tiles, multiply, out)
+    return _for_each_used(experts, weights.values.shape[0], multiply, out)
+
+
+def _for_each_used(
+    tile_expert: jax.Array,
+    num_experts: int,
+    body: Callable[[jax.Array, jax.Array], jax.Array],
+    start: jax.Array,
+) -> jax.Array:
+    """body(tile, carry) over the tiles that hold tokens; the others cost nothing."""
+    used = tile_expert < num_experts
+    order = jnp.argsort(~used, stable=True)
+    return jax.lax.fori_loop(0, jnp.sum(used), lambda i, carry: body(order[i], carry), start)
 
 
 def _group_products(
@@ -158,14 +180,13 @@ def _group_products(
 def _sum_of_tiles(
     left: GemmOperand,
     right: GemmOperand,
-    tiles: tuple[jax.Array, jax.Array],
+    tile_expert: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
     """The weight gradient float32 of this shape: each expert's sum over its tiles."""
-    tile_expert, num_tiles = tiles
 
     def accumulate(tile: jax.Array, dw: jax.Array) -> jax.Array:
         a, b = _at(left, tile), _at(right, tile)
         return dw.at[tile_expert[tile]].add(_scaled(product(a, b, ((0,), (0,))), a, b))
 
-    return jax.lax.fori_loop(0, num_tiles, accumulate, jnp.zeros(shape, jnp.float32))
+    return _for_each_used(tile_expert, shape[0], accumulate, jnp.zeros(shape, jnp.float32))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..formats import BLOCK, Format
 from ..hadamard import random_hadamard
 from ..quantize import round_scaled, scale_to_blocks, tensor_amax
-from ..random_bits import random_bits
+from ..random_bits import Place, random_bits
 from ..recipe import Operand
 
 T = TypeVar("T")
@@ -29,9 +29,56 @@ DGRAD_SALT, DGRAD_WEIGHT_SALT, WGRAD_INPUT_SALT, WGRAD_SALT = range(1, 5)
 # Names in `partitioning.MESH_AXES` of a kernel's dimensions; None: nobody said.
 LogicalAxes = tuple[str | None, ...] | None
 
-# (tile_expert int32 [tiles], ascending; num_tiles int32 scalar) of `grouped_linear`, or None: one
-# group of rows for each expert.
-Tiles = tuple[jax.Array, jax.Array] | None
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The mesh axes that an enclosing `jax.shard_map` has split a layer of experts over.
+
+    Attributes:
+      rows: those that the rows of one expert are spread over.
+      experts: those that the experts are divided over.
+      in_features: the one that the kernel's in features are split over, and with them x's.
+      out_features: likewise the last axis of the out features.
+    """
+
+    rows: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    in_features: str | None = None
+    out_features: str | None = None
+
+    def whole_amax(self, amax: jax.Array) -> jax.Array:
+        """Each expert's amax on all devices from its amax on this one."""
+        split = {self.in_features, self.out_features} - {None}
+        # An operand that one of them does not split is the same there: its maximum too.
+        axes = (*self.rows, *sorted(split))
+        return jax.lax.pmax(amax, axes) if axes else amax
+
+    def whole_hash(self, gradient_hash: jax.Array) -> jax.Array:
+        """The content hash of the whole gradient of y from that of this device's part."""
+        axes = (*self.rows, *self.experts)
+        axes += () if self.out_features is None else (self.out_features,)
+        return jax.lax.psum(gradient_hash, axes) if axes else gradient_hash
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What `grouped_linear`'s rows [tiles, rows] are."""
+
+    # int32 [tiles], the number of experts for a tile without tokens; None: tile e is expert e's.
+    expert: jax.Array | None = None
+    # uint32 [tiles, rows]: what stochastic rounding knows a row by; None: its place.
+    row_ids: jax.Array | None = None
+    shard: Shard = dataclasses.field(default=Shard(), metadata={"static": True})
+
+    def place(self, length: int, axis_name: str | None) -> Place | None:
+        """Of an array [tiles, rows, *features] whose last axis, of this length, is split so."""
+        if self.row_ids is None:
+            return None
+        if axis_name is None:
+            return Place(self.row_ids, 0, length)
+        first = jax.lax.axis_index(axis_name) * length
+        return Place(self.row_ids, first, length * jax.lax.axis_size(axis_name))
 
 
 @jax.tree_util.register_static
@@ -74,11 +121,12 @@ def round_nvfp4(
     axes: tuple[int, int],
     words: jax.Array | None = None,
     amax: Callable[[jax.Array], jax.Array] = tensor_amax,
+    place: Place | None = None,
 ) -> Rounded:
     """Round a transformed `x` as an NVFP4 `spec` says.
 
     axes: (contracted axis, the other axis of 2D blocks), negative. words: uint32 [2], for
-    stochastic rounding. amax: see `scale_to_blocks`.
+    stochastic rounding. amax: see `scale_to_blocks`. place: see `random_bits`.
     """
     assert spec.format is Format.NVFP4, spec
     blocked = tuple(sorted(axes)) if spec.two_dimensional else (axes[0],)
@@ -86,7 +134,7 @@ def round_nvfp4(
     bits = None
     if spec.stochastic:
         assert words is not None, "a stochastic operand without rounding words"
-        bits = random_bits(words, x.shape)
+        bits = random_bits(words, x.shape, place)
     return Rounded(round_scaled(scaled, bits), scales, amax_value, blocked)
 
 

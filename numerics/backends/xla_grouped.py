@@ -49,7 +49,7 @@ def backward(
 
 
 def _check(tiles: Tiles) -> None:
-    if tiles is not None:
+    if tiles.expert is not None:
         raise ValueError(
             "backend 'xla' has one group of rows for each expert, x [experts, rows, K] without "
             "tile_expert: give the mixture a capacity_factor, or use backend='emulated'"
