@@ -50,7 +50,7 @@ def run(
     Args:
       main: takes the configuration's dataclass and returns an exit status.
       argv: the arguments after the program's name; None takes sys.argv's.
-      config_name: the primary YAML file and, through `schema.SCHEMAS`, the dataclass.
+      config_name: the primary YAML file and, through `compose.SCHEMAS`, the dataclass.
 
     Returns:
       The exit status: `main`'s, 2 after a `UserError` (printed as one line), for a sweep 1 if a job

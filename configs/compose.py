@@ -23,10 +23,14 @@ from ..errors import UserError, did_you_mean
 from . import mistakes
 from .fields import Key, build, keys, mutable_twin
 from .from_checkpoint import with_checkpoint
-from .schema import SCHEMAS, TrainConfig
+from .generation import GenerateConfig
+from .planning import PlanConfig
+from .schema import TrainConfig
 
 CONFIG_MODULE = "fp4zoo.configs"
 VERSION_BASE = "1.3"
+# By the name of the primary YAML file.
+SCHEMAS: dict[str, type] = {"train": TrainConfig, "generate": GenerateConfig, "plan": PlanConfig}
 
 
 def load(

@@ -110,12 +110,15 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
 
 @functools.cache
 def describe(schema: type) -> Mapping[str, str]:
-    """Returns what a class's docstring says about each field, as one line each.
+    """Returns what a class's docstring, and those of its bases, say about each field, a line each.
 
     An entry is `name: text` or `name, name: text`, its further lines indented deeper.
     """
     names = {field.name for field in dataclasses.fields(schema)}
     meanings: dict[str, str] = {}
+    for base in schema.__bases__:
+        if dataclasses.is_dataclass(base):
+            meanings.update(describe(base))
     current: list[str] = []
     depth = 0
     for line in inspect.cleandoc(schema.__doc__ or "").splitlines():

@@ -16,7 +16,6 @@ from ..models.precision_plan import PrecisionRules
 from ..training.loss_scale import LossScaleConfig
 from ..training.optimizer import OptimizerConfig
 from ..training.sharding import MeshConfig
-from .generation import GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -136,5 +135,3 @@ _LEAST = {
     "log_every": 1,
     "sample_tokens": 0,
 }
-
-SCHEMAS = {"train": TrainConfig, "generate": GenerateConfig}  # by the name of the primary YAML file

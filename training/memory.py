@@ -22,7 +22,7 @@ from ..models import ModelConfig
 from ..numerics import Recipe, get_recipe
 
 GIB = 2**30
-_USABLE = 0.92  # of what is free: allocators fragment, and the rest of the program lives there too
+USABLE = 0.92  # of what is free: allocators fragment, and the rest of the program lives there too
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _read(path: Path) -> str:
 
 def check_fits(estimate: MemoryEstimate, available: int, mesh: Mesh, remat: str) -> None:
     """Raises UserError, with the table and what to change, if the estimate is too large."""
-    if estimate.total <= available * _USABLE:
+    if estimate.total <= available * USABLE:
         return
     raise UserError(
         f"this run needs {estimate.total / GIB:,.1f} GiB per device and {available / GIB:,.1f} GiB "
@@ -214,7 +214,7 @@ def check_compiled(compiled: Any, available: int, mesh: Mesh, remat: str) -> int
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
-    if needed > available * _USABLE:
+    if needed > available * USABLE:
         raise UserError(
             f"the compiled step needs {needed / GIB:,.1f} GiB per device "
             f"({analysis.temp_size_in_bytes / GIB:,.1f} of them temporary) and "
@@ -227,14 +227,14 @@ def check_compiled(compiled: Any, available: int, mesh: Mesh, remat: str) -> int
 def _remedies(estimate: MemoryEstimate, available: int, remat: str) -> str:
     state = estimate.total - estimate.activations
     advice = []
-    if state > available * _USABLE:
-        devices = math.ceil(state / (available * _USABLE))
+    if state > available * USABLE:
+        devices = math.ceil(state / (available * USABLE))
         advice.append(
             f"parameters, optimizer and gradients alone need {state / GIB:,.1f} GiB: split them "
             f"over {devices} times as many such devices (mesh.fsdp, mesh.expert or mesh.tensor), "
             "or choose a smaller model="
         )
-    if estimate.activations > available * _USABLE / 2:
+    if estimate.activations > available * USABLE / 2:
         advice.append(_change_activations(remat))
     if not advice:
         advice.append(f"{_change_activations(remat)}, split over more devices (mesh.fsdp)")
