@@ -71,7 +71,9 @@ def compile_step(config: TrainConfig, target: Target, num_devices: int) -> Compi
             compiled = program.compile_train_step()
     except jax.errors.JaxRuntimeError as error:
         first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"target={target.name}: XLA cannot compile this step: {first_line}") from error
+        raise UserError(
+            f"target={target.name}: XLA cannot compile this step: {first_line}"
+        ) from error
     analysis = compiled.memory_analysis()
     parameters = _bytes(program.state.parameters)
     optimizer = _bytes(program.state.optimizer)

@@ -106,9 +106,7 @@ def _gemm(execution: Execution) -> tuple[str, float] | None:
         contraction = left.dimensions[-1]
     elif instruction.custom_call_target.startswith("__cublas$"):
         left = computation.shape_of(instruction.operands[0])
-        found = re.search(
-            r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes
-        )
+        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
         axes = [int(axis) for axis in re.findall(r"\d+", found[1])] if found else [-1]
         contraction = math.prod(left.dimensions[axis] for axis in axes)
     else:

@@ -11,7 +11,7 @@ Peaks are dense (without structured sparsity), per GPU. Links are per GPU and di
 | B300 | NVIDIA HGX B300 (8 GPUs: 108 PF dense FP4, 36 FP8, 18 BF16) |
 | GB300 | NVIDIA GB300 NVL72 (72 GPUs: 1,080 PF dense FP4, 360 FP8, 180 BF16) |
 | VR NVL72 | NVIDIA Vera Rubin NVL72, as announced: 35 PF FP4 for training, 17.5 FP8, 4 BF16 |
-| RTX PRO 6000 | NVIDIA RTX PRO 6000 Blackwell data sheet: 2 PF dense FP4, 1 FP8, 0.5 BF16; PCIe 5.0 |
+| RTX PRO 6000 | NVIDIA RTX PRO 6000 data sheet: 2 PF dense FP4, 1 FP8, 0.5 BF16; PCIe 5.0 |
 
 Between hosts: one InfiniBand or Ethernet port per GPU, 200, 400 or 800 Gbit/s (ConnectX-6, 7, 8).
 """

@@ -26,7 +26,9 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.\-]+))")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.\-]+))"
+)
 
 
 @dataclass(frozen=True)

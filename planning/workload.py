@@ -72,7 +72,7 @@ def expected_work(config: TrainConfig, sizes: Mapping[str, int]) -> Work:
     )
     flops[precision] = flops.get(precision, 0.0) + head
     traffic += _LOGITS_PASSES * 4 * tokens * model.vocab_size / tensor
-    parameters = _parameters(model)
+    parameters = parameter_counts(model)
     local = (parameters["shared"] + parameters["experts"] / sizes["expert"]) / (
         sizes["fsdp"] * tensor
     )
@@ -88,7 +88,7 @@ def expected_work(config: TrainConfig, sizes: Mapping[str, int]) -> Work:
     )
 
 
-def _parameters(model: ModelConfig) -> dict[str, float]:
+def parameter_counts(model: ModelConfig) -> dict[str, float]:
     """Of the blocks' matrices that every token uses and embeddings, and of the experts."""
     architecture = ARCHITECTURES[model.architecture]
     shapes = [*architecture.attention_linears(model), *architecture.mlp_linears(model)]
@@ -145,9 +145,7 @@ def _collectives(
     layers, width = model.num_layers, model.embed_dim
     span = fsdp * expert * inner
     gathers = 2 * microbatches  # before the forward and before the backward pass
-    add(
-        "all-gather", fsdp, span, gathers * layers, ring(fsdp) * gathers * weight_bytes * matrices
-    )
+    add("all-gather", fsdp, span, gathers * layers, ring(fsdp) * gathers * weight_bytes * matrices)
     add("reduce-scatter", fsdp, span, layers, ring(fsdp) * microbatches * 4 * matrices)
     add("all-reduce", data, data * span, layers, 2 * ring(data) * 4 * matrices / fsdp)
     add(
