@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from fp4zoo import data
+from fp4zoo import data, models
 from fp4zoo.configs import cli
 from fp4zoo.configs.schema import TrainConfig
 from fp4zoo.training import memory
@@ -90,6 +90,7 @@ def _train(config: TrainConfig) -> None:
     kind = f"{len(devices)} x {devices[0].device_kind}"
     _say(f"{kind}, {describe_mesh(program.mesh)}, JAX {jax.__version__}")
     _say(program.plan.summary())
+    _say(models.describe_backends(program.backends))
     available = memory.available_bytes(devices)
     estimate = program.estimate_memory()
     memory.check_fits(estimate, available, program.mesh, config.remat)

@@ -76,6 +76,8 @@ class TrainConfig:
       checkpoint: checkpoint to start from instead, a folder; null starts fresh.
       remat: what the backward pass computes again instead of storing: nothing, all but the
         quantised residuals, or everything.
+      backend: where FP4 products run: by what the devices can do (auto, which says what it chose
+        and why), through Transformer Engine or XLA on Blackwell, or emulated anywhere.
       sample_tokens: tokens of the text sample that is generated at the end; 0 generates none.
     """
 
@@ -98,6 +100,7 @@ class TrainConfig:
     resume: bool = True
     checkpoint: str | None = None
     remat: Literal["none", "save_quantized", "full"] = "none"
+    backend: Literal["auto", "emulated", "xla", "transformer_engine"] = "auto"
     sample_tokens: int = 64
 
     def __post_init__(self) -> None:

@@ -201,7 +201,8 @@ class Attention(nnx.Module):
 
     `qkv` is one NVFP4Dense(D, (K, G + 2, H)): per key/value head its G query heads, then the key,
     then the value, so that sharding over K keeps whole groups together. `qk_norm` adds an RMSNorm
-    over each query and key head (Qwen3). `recipe`, `rounding` and `name` are NVFP4Dense's.
+    over each query and key head (Qwen3). `recipe`, `rounding`, `backend` and `name` are
+    NVFP4Dense's.
 
     Generation composes the three parts of `__call__` itself: `project`, a key/value cache and
     `dot_product_attention` with a `query_offset`, then `output`.
@@ -228,6 +229,7 @@ class Attention(nnx.Module):
         output_kernel_init: jax.nn.initializers.Initializer = _default_init,
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
+        backend: str = "auto",
         implementation: str = "auto",
         name: str = "Attention",
         rngs: nnx.Rngs,
@@ -253,6 +255,8 @@ class Attention(nnx.Module):
             kernel_init=kernel_init,
             recipe=recipe,
             rounding=rounding,
+            backend=backend,
+            kernel_axes=("embed", "kv_heads", None, None),
             name=f"{name}.qkv",
             rngs=rngs,
         )
@@ -263,6 +267,8 @@ class Attention(nnx.Module):
             kernel_init=output_kernel_init,
             recipe=recipe,
             rounding=rounding,
+            backend=backend,
+            kernel_axes=("heads", "embed"),
             name=f"{name}.output",
             rngs=rngs,
         )

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..errors import UserError, check_sizes
-from ..numerics import Recipe, get_recipe, linear
+from ..numerics import LinearSizes, Recipe, choose_backend, get_recipe, linear
+from ..numerics.backends import AUTO
 from ..numerics.formats import BLOCK
 from .rounding import RoundingStream
 
@@ -48,6 +49,8 @@ class NVFP4Dense(nnx.Module):
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
         on_unsupported: Literal["error", "bf16"] = "error",
+        backend: str = "auto",
+        kernel_axes: tuple[str | None, ...] | None = None,
         name: str = "NVFP4Dense",
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
@@ -81,10 +84,13 @@ class NVFP4Dense(nnx.Module):
         self.param_dtype = param_dtype
         self.precision = precision
         self.name = name
-        self.recipe = resolve_recipe(
+        self.kernel_axes = kernel_axes
+        self.recipe, self.backend = resolve_recipe(
             recipe,
             name,
             on_unsupported,
+            backend,
+            LinearSizes(in_features, math.prod(self.out_features)),
             in_features=in_features,
             out_features=self.out_features[-1],
         )
@@ -119,31 +125,51 @@ class NVFP4Dense(nnx.Module):
             key=key,
             content_seeded=content_seeded,
             precision=self.precision,
+            backend=self.backend,
+            kernel_axes=self.kernel_axes,
         )
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def resolve_recipe(
-    recipe: str | Recipe, name: str, on_unsupported: Literal["error", "bf16"], **dimensions: int
-) -> Recipe:
-    """The recipe a layer runs: `recipe` if blocks of 16 divide the dimensions, else as configured.
+    recipe: str | Recipe,
+    name: str,
+    on_unsupported: Literal["error", "bf16"],
+    backend: str,
+    sizes: LinearSizes,
+    **dimensions: int,
+) -> tuple[Recipe, str]:
+    """The recipe that a layer runs, and the backend that runs it on this device.
 
-    Raises ValueError that names the layer, or logs a line and returns "bf16".
+    dimensions: those that blocks of 16 lie along, by the names of the layer's arguments. sizes: for
+    `choose_backend`.
+
+    Raises UserError that names the layer, or logs a line and returns "bf16", as configured.
     """
     recipe = get_recipe(recipe)
     if on_unsupported not in ("error", "bf16"):
         raise UserError(f'on_unsupported={on_unsupported!r}: use "error" or "bf16"')
+    fault, remedy = "", ""
     for dimension, value in dimensions.items():
         if recipe.uses_fp4 and value % BLOCK:
             fault = (
                 f"{name}: {dimension}={value} is not a multiple of {BLOCK}, which recipe "
                 f"{recipe.name!r} needs"
             )
+            remedy = (
+                f'use {value + -value % BLOCK}, leave the layer in recipe="bf16", or '
+                'on_unsupported="bf16"'
+            )
+            break
+    else:
+        try:
+            return recipe, choose_backend(backend, recipe, sizes=sizes).name
+        except UserError as error:
             if on_unsupported == "error":
-                raise UserError(
-                    f'{fault}: use {value + -value % BLOCK}, leave the layer in recipe="bf16", or '
-                    'on_unsupported="bf16"'
-                )
-            logger.warning("%s: this layer runs in bf16", fault)
-            return get_recipe("bf16")
-    return recipe
+                raise UserError(f"{name}: {error}") from None
+            fault = f"{name}: {error}"
+    if on_unsupported == "error":
+        raise UserError(f"{fault}: {remedy}")
+    logger.warning("%s: this layer runs in bf16", fault)
+    recipe = get_recipe("bf16")
+    return recipe, choose_backend(AUTO, recipe).name

@@ -12,13 +12,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..errors import UserError, check_sizes
-from ..numerics import Recipe, grouped_linear
+from ..numerics import LinearSizes, Recipe, grouped_linear
 from .dense import resolve_recipe
 from .dispatch import from_experts, plan_dispatch, to_experts
 from .rounding import RoundingStream
 
 Initializer = jax.nn.initializers.Initializer
 _default_init = nnx.initializers.lecun_normal(batch_axis=0)
+_GATE_UP_AXES = ("experts", "embed", None, "mlp")  # names in numerics/partitioning.py
+_DOWN_AXES = ("experts", "mlp", "embed")
 
 
 @jax.tree_util.register_dataclass
@@ -60,12 +62,13 @@ class NVFP4MoE(nnx.Module):
         recipe: str | Recipe = "nvfp4",
         rounding: Literal["stream", "explicit"] = "stream",
         on_unsupported: Literal["error", "bf16"] = "error",
+        backend: str = "auto",
         name: str = "NVFP4MoE",
         rngs: nnx.Rngs,
     ):
         """
         capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding,
-        on_unsupported: see NVFP4Dense.
+        on_unsupported, backend: see NVFP4Dense; the hardware backends need a capacity_factor.
 
         Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for
         experts_per_token outside 1 .. num_experts and for a capacity_factor that is not positive.
@@ -86,8 +89,15 @@ class NVFP4MoE(nnx.Module):
             raise ValueError(
                 f"{name}: capacity_factor={capacity_factor} must be positive, or None for dropless"
             )
-        self.recipe = resolve_recipe(
-            recipe, name, on_unsupported, embed_dim=embed_dim, mlp_dim=mlp_dim
+        in_tiles = capacity_factor is None
+        self.recipe, self.backend = resolve_recipe(
+            recipe,
+            name,
+            on_unsupported,
+            backend,
+            LinearSizes(embed_dim, mlp_dim, in_tiles),
+            embed_dim=embed_dim,
+            mlp_dim=mlp_dim,
         )
         self.embed_dim, self.mlp_dim = embed_dim, mlp_dim
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
@@ -139,22 +149,30 @@ class NVFP4MoE(nnx.Module):
         )
         keys = (None, None) if key is None else jax.random.split(key)
         gate_up = self._linear(
-            to_experts(tokens, dispatch), self.gate_up, dispatch, keys[0], content_seeded
+            to_experts(tokens, dispatch),
+            self.gate_up,
+            _GATE_UP_AXES,
+            dispatch,
+            keys[0],
+            content_seeded,
         )
         activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]  # [tiles, rows, F]
-        rows = self._linear(activated, self.down, dispatch, keys[1], content_seeded)
+        rows = self._linear(activated, self.down, _DOWN_AXES, dispatch, keys[1], content_seeded)
         y = from_experts(rows, weights, dispatch)
         return y.reshape(x.shape), self._auxiliary(logits, probabilities, experts, mask, dispatch)
 
-    def _linear(self, x, kernel, dispatch, key, content_seeded) -> jax.Array:
+    def _linear(self, x, kernel, kernel_axes, dispatch, key, content_seeded) -> jax.Array:
+        # With a capacity every expert has one tile.
+        tiles = (dispatch.tile_expert, dispatch.num_tiles) if self.capacity_factor is None else ()
         return grouped_linear(
             x,
             kernel[...],
-            dispatch.tile_expert,
-            dispatch.num_tiles,
+            *tiles,
             recipe=self.recipe,
             key=key,
             content_seeded=content_seeded,
+            backend=self.backend,
+            kernel_axes=kernel_axes,
         )
 
     def _auxiliary(self, logits, probabilities, experts, mask, dispatch) -> MoEAuxiliary:

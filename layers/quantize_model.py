@@ -27,6 +27,7 @@ def quantize_model(
     include: str = r".*",
     exclude: str | None = None,
     on_unsupported: Literal["error", "bf16"] = "error",
+    backend: str = "auto",
     rngs: nnx.Rngs | None = None,
 ) -> Model:
     """Replace, in place, every `nnx.Linear` whose name matches; return the model.
@@ -35,8 +36,8 @@ def quantize_model(
     expressions that must match the whole name. The parameters stay the very same variables, so an
     optimizer made before keeps working. Leave embeddings, the output head and routers out: they
     need high precision (arXiv 2509.25149).
-    on_unsupported: for dimensions that blocks of 16 do not divide, raise or run that layer in bf16
-    (logged).
+    on_unsupported: for a layer that the backend cannot run in FP4 (such as dimensions that 16 does
+    not divide), raise or run it in bf16 (logged). backend: see NVFP4Dense.
     rngs: seeds the stochastic rounding; nnx.Rngs(0) when absent.
 
     Raises TypeError for what is no NNX module; ValueError for a pattern that is no regular
@@ -62,7 +63,9 @@ def quantize_model(
             f"layers are {names}"
         )
     layers = {
-        id(linears[path]): _convert(linears[path], recipe, _name(path), on_unsupported, rngs)
+        id(linears[path]): _convert(
+            linears[path], recipe, _name(path), on_unsupported, backend, rngs
+        )
         for path in chosen
     }
     swapped = _swap(model, layers, visited=set())
@@ -91,6 +94,7 @@ def _convert(
     recipe: Recipe,
     name: str,
     on_unsupported: Literal["error", "bf16"],
+    backend: str,
     rngs: nnx.Rngs,
 ) -> NVFP4Dense:
     """An NVFP4Dense that holds the very variables of `linear`, with stacked ones (nnx.vmap) too."""
@@ -111,6 +115,7 @@ def _convert(
             recipe=recipe,
             rounding="explicit",
             on_unsupported=on_unsupported,
+            backend=backend,
             name=name,
             rngs=nnx.Rngs(0),
         )

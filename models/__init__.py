@@ -14,7 +14,7 @@ from .config import ModelConfig, MoEConfig, RopeScaling
 from .decoder import REMAT_POLICIES, Decoder
 from .llama import Llama
 from .mixtral import Mixtral
-from .precision_plan import PrecisionPlan, PrecisionRow, PrecisionRules
+from .precision_plan import PrecisionPlan, PrecisionRow, PrecisionRules, describe_backends
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3, Qwen3MoE
 
@@ -35,6 +35,7 @@ __all__ = [
     "RopeScaling",
     "count_parameters",
     "create",
+    "describe_backends",
 ]
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
@@ -53,6 +54,7 @@ def create(
     rules: PrecisionRules = PrecisionRules(),  # noqa: B008  frozen
     remat: str = "none",
     activation_dtype: str = "float32",
+    backend: str = "auto",
     rngs: nnx.Rngs,
 ) -> Decoder:
     """A freshly initialised model.
@@ -63,23 +65,27 @@ def create(
       "save_quantized" the quantised operands (the rest is computed again, the quantising is not),
       "full" nothing but the blocks' inputs.
     activation_dtype: "float32", "bfloat16" or "float16".
+    backend: where FP4 products run: "auto", by what the device can do (`model.backends` says which
+      and why), "emulated", "xla" or "transformer_engine".
     rngs: only its `params` stream is used.
 
     Raises:
-      UserError: an unknown architecture, remat policy or dtype, or numbers that do not fit.
+      UserError: an unknown architecture, remat policy, dtype or backend, numbers that do not fit,
+        or a backend that cannot run the recipe on this device.
     """
     check_choice("model.architecture", config.architecture, ARCHITECTURES)
-    return _build(config, recipe, rules, remat, activation_dtype, rngs)
+    return _build(config, recipe, rules, remat, activation_dtype, backend, rngs)
 
 
 # One program to compile, kept for the next model like this one, instead of dozens of small ones.
-@functools.partial(nnx.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(nnx.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _build(
     config: ModelConfig,
     recipe: Recipe | str,
     rules: PrecisionRules,
     remat: str,
     activation_dtype: str,
+    backend: str,
     rngs: nnx.Rngs,
 ) -> Decoder:
     return ARCHITECTURES[config.architecture](
@@ -88,6 +94,7 @@ def _build(
         rules=rules,
         remat=remat,
         activation_dtype=activation_dtype,
+        backend=backend,
         rngs=rngs,
     )
 

@@ -26,6 +26,7 @@ from .precision_plan import (
     LinearShape,
     PrecisionRules,
     Segment,
+    fit_backend,
     fit_rules,
     make_plan,
     make_segments,
@@ -51,7 +52,7 @@ def output_kernel_init(config: ModelConfig) -> jax.nn.initializers.Initializer:
 
 
 def attention_of(
-    config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs, *, output_bias: bool
+    config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs, *, output_bias: bool
 ) -> Attention:
     """The attention that `config` describes; `attention_bias` is about q, k and v here."""
     return Attention(
@@ -70,6 +71,7 @@ def attention_of(
         output_kernel_init=output_kernel_init(config),
         recipe=recipe,
         rounding="explicit",
+        backend=backend,
         name="attention",
         rngs=rngs,
     )
@@ -136,6 +138,7 @@ class Decoder(nnx.Module):
         rules: PrecisionRules,
         remat: str,
         activation_dtype: str,
+        backend: str,
         rngs: nnx.Rngs,
     ):
         check_choice("remat", remat, REMAT_POLICIES)
@@ -143,13 +146,19 @@ class Decoder(nnx.Module):
         self.check(config)
         self.config = config
         self.remat = remat
+        self.backend = backend
+        attention, mlp = self.attention_linears(config), self.mlp_linears(config)
+        in_tiles = config.moe is not None and config.moe.capacity_factor is None
         rules = fit_rules(rules, recipe, config)
+        rules, self.backends = fit_backend(
+            rules, recipe, backend, {"attention": attention, "mlp": mlp}, in_tiles
+        )
         self.segments = make_segments(config.num_layers, recipe, rules)
         self.plan = make_plan(
             recipe,
             self.segments,
-            self.attention_linears(config),
-            self.mlp_linears(config),
+            attention,
+            mlp,
             LinearShape("head", config.embed_dim, config.vocab_size),
             ACTIVATION_PRECISIONS[activation_dtype],
         )
@@ -185,7 +194,7 @@ class Decoder(nnx.Module):
         raise NotImplementedError
 
     @classmethod
-    def make_mlp(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> Any:
+    def make_mlp(cls, config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs) -> Any:
         """One block's feed-forward: mlp(x, *, segment_ids, rounding_keys) -> (y, auxiliary)."""
         raise NotImplementedError
 
@@ -202,9 +211,11 @@ class Decoder(nnx.Module):
         )
 
     @classmethod
-    def make_attention(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> Attention:
+    def make_attention(
+        cls, config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs
+    ) -> Attention:
         """One block's attention; Llama's `attention_bias` puts a bias on all four projections."""
-        return attention_of(config, recipe, rngs, output_bias=config.attention_bias)
+        return attention_of(config, recipe, backend, rngs, output_bias=config.attention_bias)
 
     # What all of them do.
 
@@ -214,8 +225,8 @@ class Decoder(nnx.Module):
         @nnx.vmap
         def create(key: jax.Array) -> Block:
             rngs = nnx.Rngs(params=key)
-            attention = self.make_attention(self.config, segment.attention, rngs)
-            mlp = self.make_mlp(self.config, segment.mlp, rngs)
+            attention = self.make_attention(self.config, segment.attention, self.backend, rngs)
+            mlp = self.make_mlp(self.config, segment.mlp, self.backend, rngs)
             return Block(self.config, attention, mlp, rngs)
 
         return create(layer_keys)

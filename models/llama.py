@@ -19,7 +19,7 @@ from .precision_plan import LinearShape
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) · up(x)), with gate and up as one product (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, *, recipe: Recipe, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, recipe: Recipe, backend: str, rngs: nnx.Rngs):
         self.gate_up = NVFP4Dense(
             config.embed_dim,
             (2, config.mlp_dim),
@@ -27,6 +27,8 @@ class GatedMLP(nnx.Module):
             kernel_init=kernel_init(),
             recipe=recipe,
             rounding="explicit",
+            backend=backend,
+            kernel_axes=("embed", None, "mlp"),
             name="mlp.gate_up",
             rngs=rngs,
         )
@@ -37,6 +39,8 @@ class GatedMLP(nnx.Module):
             kernel_init=output_kernel_init(config),
             recipe=recipe,
             rounding="explicit",
+            backend=backend,
+            kernel_axes=("mlp", "embed"),
             name="mlp.down",
             rngs=rngs,
         )
@@ -79,5 +83,7 @@ class Llama(Decoder):
         )
 
     @classmethod
-    def make_mlp(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> GatedMLP:
-        return GatedMLP(config, recipe=recipe, rngs=rngs)
+    def make_mlp(
+        cls, config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs
+    ) -> GatedMLP:
+        return GatedMLP(config, recipe=recipe, backend=backend, rngs=rngs)

@@ -10,13 +10,15 @@ from ..layers.moe import NVFP4MoE
 from ..numerics import Recipe
 from .config import ModelConfig, MoEConfig
 from .decoder import Auxiliary, Decoder, kernel_init, output_kernel_init
-from .precision_plan import LinearShape
+from .precision_plan import ROUTER, LinearShape
 
 
 class ExpertMLP(nnx.Module):
     """An NVFP4MoE that keeps padding tokens out of the experts and reports per layer."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, *, recipe: Recipe, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, *, recipe: Recipe, backend: str, rngs: nnx.Rngs
+    ):
         self.moe = NVFP4MoE(
             config.embed_dim,
             config.mlp_dim,
@@ -28,6 +30,7 @@ class ExpertMLP(nnx.Module):
             down_init=output_kernel_init(config),
             recipe=recipe,
             rounding="explicit",
+            backend=backend,
             name="mlp.moe",
             rngs=rngs,
         )
@@ -63,14 +66,16 @@ class Mixtral(Decoder):
         moe = _experts(config)
         copies, active = moe.num_experts, moe.experts_per_token
         return (
-            LinearShape("router", config.embed_dim, moe.num_experts),
+            LinearShape(ROUTER, config.embed_dim, moe.num_experts),
             LinearShape("gate_up", config.embed_dim, 2 * config.mlp_dim, copies, active),
             LinearShape("down", config.mlp_dim, config.embed_dim, copies, active),
         )
 
     @classmethod
-    def make_mlp(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> ExpertMLP:
-        return ExpertMLP(config, _experts(config), recipe=recipe, rngs=rngs)
+    def make_mlp(
+        cls, config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs
+    ) -> ExpertMLP:
+        return ExpertMLP(config, _experts(config), recipe=recipe, backend=backend, rngs=rngs)
 
 
 def _experts(config: ModelConfig) -> MoEConfig:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ..errors import UserError, check_choice
-from ..numerics import Recipe, get_recipe
+from ..numerics import Choice, LinearSizes, Recipe, choose_backend, get_recipe
 from ..numerics.formats import BLOCK
 from .config import ModelConfig
 
+ROUTER = "router"  # the linear that is FP32 whatever the recipe
 logger = logging.getLogger("fp4zoo")
 
 # Share of the blocks kept in BF16 at either end when a rule gives no number: 2 and 8 of 62, as in
@@ -30,8 +32,9 @@ class PrecisionRules:
         one in a model of four blocks or more.
       attention: whether the attention projections of the other blocks are FP4.
       mlp: whether the feed-forward of the other blocks is FP4.
-      on_unsupported: what to do with projections whose dimensions blocks of 16 do not divide:
-        "error" stops, "bf16" says so and leaves them BF16.
+      on_unsupported: what to do with projections that the backend cannot run in FP4, such as ones
+        whose dimensions blocks of 16 do not divide: "error" stops, "bf16" says so and leaves them
+        BF16.
     """
 
     first_blocks: int | None = None
@@ -135,6 +138,59 @@ def fit_rules(rules: PrecisionRules, recipe: Recipe | str, config: ModelConfig) 
     return rules
 
 
+def fit_backend(
+    rules: PrecisionRules,
+    recipe: Recipe | str,
+    backend: str,
+    linears: Mapping[str, tuple[LinearShape, ...]],
+    in_tiles: bool,
+) -> tuple[PrecisionRules, dict[str, Choice]]:
+    """The rules as far as the backend can follow them, and where each FP4 linear then runs.
+
+    linears: of one block, by "attention" and "mlp". in_tiles: whether the feed-forward is a
+    dropless mixture of experts.
+
+    Raises:
+      UserError: `backend` cannot run a linear and the rules say "error".
+    """
+    recipe = get_recipe(recipe)
+    choices: dict[str, Choice] = {}
+    for group, shapes in linears.items():
+        if not (recipe.uses_fp4 and getattr(rules, group)):
+            continue
+        found = {}
+        for shape in (shape for shape in shapes if shape.name != ROUTER):
+            path = f"{group}.{shape.name}"
+            sizes = LinearSizes(shape.in_features, shape.out_features, in_tiles and group == "mlp")
+            try:
+                found[path] = choose_backend(backend, recipe, sizes=sizes)
+            except UserError as error:
+                if rules.on_unsupported == "error":
+                    raise UserError(f"{path}: {error}") from None
+                logger.warning("%s: %s: the %s projections run in bf16", path, error, group)
+                rules = replace(rules, **{group: False})
+                break
+        else:
+            choices |= found
+    return rules, choices
+
+
+def describe_backends(choices: Mapping[str, Choice]) -> str:
+    """One line for every backend in use: its name, the linears, and why."""
+    if not choices:
+        return "Backend: no FP4 products"
+    paths: dict[Choice, list[str]] = {}
+    for path, choice in choices.items():
+        paths.setdefault(choice, []).append(path)
+    if len(paths) == 1:
+        (choice,) = paths
+        return f"Backend: {choice.name} ({choice.reason})"
+    return "\n".join(
+        f"Backend of {', '.join(names)}: {choice.name} ({choice.reason})"
+        for choice, names in paths.items()
+    )
+
+
 def make_segments(
     num_layers: int, recipe: Recipe | str, rules: PrecisionRules
 ) -> tuple[Segment, ...]:
@@ -224,7 +280,7 @@ def make_plan(
             ("mlp", segment.mlp, mlp),
         ):
             for shape in shapes:
-                router = shape.name == "router"
+                router = shape.name == ROUTER
                 entries.append(
                     (
                         f"{layers} {group}.{shape.name}",

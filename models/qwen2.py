@@ -25,5 +25,7 @@ class Qwen2(Llama):
             )
 
     @classmethod
-    def make_attention(cls, config: ModelConfig, recipe: Recipe, rngs: nnx.Rngs) -> Attention:
-        return attention_of(config, recipe, rngs, output_bias=False)
+    def make_attention(
+        cls, config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs
+    ) -> Attention:
+        return attention_of(config, recipe, backend, rngs, output_bias=False)

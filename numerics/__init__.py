@@ -1,5 +1,6 @@
 """NVFP4 arithmetic: pure functions on arrays, no NNX."""
 
+from .backends import BACKENDS, Choice, LinearSizes, choose_backend
 from .backends.operands import GEMM_NAME, QUANTIZED_NAME
 from .formats import Format
 from .grouped import grouped_linear
@@ -9,13 +10,17 @@ from .quantize import QuantizedTensor, quantize
 from .recipe import RECIPES, Operand, Recipe, get_recipe, nvfp4_recipe
 
 __all__ = [
+    "BACKENDS",
     "GEMM_NAME",
     "QUANTIZED_NAME",
     "RECIPES",
+    "Choice",
     "Format",
+    "LinearSizes",
     "Operand",
     "QuantizedTensor",
     "Recipe",
+    "choose_backend",
     "get_recipe",
     "grouped_linear",
     "linear",

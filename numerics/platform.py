@@ -1,23 +1,50 @@
 """Which kind of device a program is made for, and what the emulation does differently on a CPU."""
 
 import contextlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Part of the key of JAX's caches: what was traced for one platform is not reused for another.
+# Part of the key of JAX's caches: what was traced for one kind of device is not reused for another.
 _target = jax.make_user_context(default_value=None)
 
 
-def compiling_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Within this context everything is traced for that platform ("cpu", "gpu"; a device's
-    `platform`), which need not be one that this process has devices of."""
-    return _target(platform)
+class DeviceKind(NamedTuple):
+    """What a program is made for."""
+
+    platform: str  # "cpu" or "gpu"
+    name: str  # such as "NVIDIA B200"
+    compute_capability: str | None  # such as "10.0", NVIDIA's only
+
+    @classmethod
+    def of(cls, device: Any) -> "DeviceKind":
+        """Of a `jax.Device`, or of anything with its attributes; of a platform's name alone."""
+        if isinstance(device, DeviceKind):
+            return device
+        if isinstance(device, str):
+            return cls(device, device, None)
+        capability = getattr(device, "compute_capability", None)
+        return cls(device.platform, device.device_kind, capability)
+
+    def __str__(self) -> str:
+        return "this CPU" if self.platform == "cpu" else self.name
+
+
+def compiling_for(device: Any) -> contextlib.AbstractContextManager[None]:
+    """Within this context everything is built and traced for such a device, which need not be one
+    that this process has: a `jax.Device`, or a platform's name ("cpu", "gpu")."""
+    return _target(DeviceKind.of(device))
+
+
+def target_device() -> DeviceKind:
+    """What `compiling_for` says, by default the first of JAX's devices."""
+    return _target.value or DeviceKind.of(jax.devices()[0])
 
 
 def target_platform() -> str:
     """The platform of `compiling_for`, by default that of JAX's default devices."""
-    return _target.value or jax.default_backend()
+    return _target.value.platform if _target.value else jax.default_backend()
 
 
 def on_cpu() -> bool:

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import models
-from ..numerics import Recipe, get_recipe
-from ..numerics.platform import compiling_for
+from ..numerics import Recipe, choose_backend, get_recipe
+from ..numerics.platform import DeviceKind, compiling_for
 from . import memory
 from .optimizer import make_optimizer, make_schedule
 from .sharding import batch_sharding, make_mesh, shard_like_parameters
@@ -43,8 +43,10 @@ class Program:
 
     Attributes:
       mesh: over all devices.
+      device: what each of them is.
       platform: of the devices, "cpu" or "gpu".
       plan: the model's precision plan.
+      backends: where each FP4 linear of a block runs, and why.
       state: the training state as shapes with shardings.
       num_parameters: of the model.
       finish_step: first step of the high-precision-forward finish; never reached without one.
@@ -59,12 +61,16 @@ class Program:
         self.config = config
         self.recipe = get_recipe(config.precision.recipe)
         self.mesh = make_mesh(config.mesh, devices)
-        self.platform: str = self.mesh.devices.flat[0].platform
+        self.device = DeviceKind.of(self.mesh.devices.flat[0])
+        self.platform = self.device.platform
         model: Any
         model, self._graphdef, parameters = abstract_model(lambda: self._create(self.recipe))
-        self.plan = model.plan
+        self.plan, self.backends = model.plan, model.backends
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(parameters))
         finish = config.precision.forward_finish
+        if finish:  # built when it is reached, refused now
+            high = self.recipe.with_high_precision_forward()
+            choose_backend(config.backend, high, self.device)
         self.finish_step = round(config.max_steps * (1 - finish)) if finish else sys.maxsize
 
         self._schedule = make_schedule(config.optimizer, config.max_steps)
@@ -136,7 +142,7 @@ class Program:
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
-        with jax.set_mesh(self.mesh), compiling_for(self.platform):  # the layers ask for both
+        with jax.set_mesh(self.mesh), compiling_for(self.device):  # the layers ask for both
             traced = jitted.trace(self.state, self._train_batch)
             if self.platform == jax.default_backend():
                 return traced.lower()
@@ -173,14 +179,16 @@ class Program:
 
     def _create(self, recipe: Recipe) -> nnx.Module:
         config = self.config
-        return models.create(
-            config.model,
-            recipe=recipe,
-            rules=config.precision.rules,
-            remat=config.remat,
-            activation_dtype=config.precision.activation_dtype,
-            rngs=nnx.Rngs(config.seed),
-        )
+        with compiling_for(self.device):
+            return models.create(
+                config.model,
+                recipe=recipe,
+                rules=config.precision.rules,
+                remat=config.remat,
+                activation_dtype=config.precision.activation_dtype,
+                backend=config.backend,
+                rngs=nnx.Rngs(config.seed),
+            )
 
     def _initial(self, parameters: Parameters) -> TrainState:
         return TrainState.create(parameters, self._optimizer, self.config.precision.loss_scale)

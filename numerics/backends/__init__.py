@@ -7,6 +7,17 @@ experts: see emulated.py.
 from types import ModuleType
 
 from . import emulated, emulated_grouped, xla, xla_grouped
+from .choice import AUTO, Choice, LinearSizes, choose_backend
+
+__all__ = [
+    "AUTO",
+    "BACKENDS",
+    "DENSE_BACKENDS",
+    "GROUPED_BACKENDS",
+    "Choice",
+    "LinearSizes",
+    "choose_backend",
+]
 
 DENSE_BACKENDS: dict[str, ModuleType] = {"emulated": emulated, "xla": xla}
 GROUPED_BACKENDS: dict[str, ModuleType] = {"emulated": emulated_grouped, "xla": xla_grouped}
