@@ -69,6 +69,10 @@ class PrecisionRules:
         return first, last
 
 
+# Where each FP4 linear of a block runs: (path, choice) pairs. Hashable, as an NNX module's attributes.
+LinearBackends = tuple[tuple[str, Choice], ...]
+
+
 class LinearShape(NamedTuple):
     """One linear of a block: `copies` matrices [in, out], of which a token uses `active`."""
 
@@ -144,7 +148,7 @@ def fit_backend(
     backend: str,
     linears: Mapping[str, tuple[LinearShape, ...]],
     in_tiles: bool,
-) -> tuple[PrecisionRules, dict[str, Choice]]:
+) -> tuple[PrecisionRules, LinearBackends]:
     """The rules as far as the backend can follow them, and where each FP4 linear then runs.
 
     linears: of one block, by "attention" and "mlp". in_tiles: whether the feed-forward is a
@@ -172,15 +176,15 @@ def fit_backend(
                 break
         else:
             choices |= found
-    return rules, choices
+    return rules, tuple(choices.items())
 
 
-def describe_backends(choices: Mapping[str, Choice]) -> str:
+def describe_backends(choices: LinearBackends) -> str:
     """One line for every backend in use: its name, the linears, and why."""
     if not choices:
         return "Backend: no FP4 products"
     paths: dict[Choice, list[str]] = {}
-    for path, choice in choices.items():
+    for path, choice in choices:
         paths.setdefault(choice, []).append(path)
     if len(paths) == 1:
         (choice,) = paths
