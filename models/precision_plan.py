@@ -69,7 +69,7 @@ class PrecisionRules:
         return first, last
 
 
-# Where each FP4 linear of a block runs: (path, choice) pairs. Hashable, as an NNX module's attributes.
+# Where each FP4 linear of a block runs: (path, choice) pairs. Hashable, as NNX attributes are.
 LinearBackends = tuple[tuple[str, Choice], ...]
 
 
