@@ -191,7 +191,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--pad-vocabulary", type=int, default=1, metavar="N",
                      help="pad the vocabulary to a multiple of N")  # fmt: skip
     sub = command("from-gguf", _from_gguf, "FILE", "OUT", "a GGUF file into ours")
-    sub.add_argument("--tokenizer", metavar="DIR", help="folder with the model's tokenizer files")
+    sub.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder with tokenizer files to take in place of the file's own",
+    )
     sub = command("to-hf", _to_hf, "CKPT", "DIR", "a checkpoint of ours into a Hugging Face folder")
     sub.add_argument("--format", choices=["plain", "nvfp4", "modelopt-nvfp4"], default="plain",
                      help="nvfp4: compressed-tensors, for vLLM and transformers")  # fmt: skip

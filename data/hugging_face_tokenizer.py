@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,27 @@ import numpy as np
 import tokenizers
 
 from ..errors import UserError
-from .tokenizer import HUGGING_FACE_FILE, PROBE, REPLACEMENT, Tokenizer, content_fingerprint
+from .tokenizer import HUGGING_FACE_FILE, PROBE, Tokenizer, content_fingerprint
+from .tokenizer_settings import TokenizerSettings
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # For a tokenizer.json that lies alone: the names that published tokenizers give these tokens.
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
 _KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 _KNOWN_PAD = ("<pad>", "<|finetune_right_pad_id|>", "<|endoftext|>")
-_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. The beginning and end of a document come from the files beside it
     (`tokenizer_config.json`, `special_tokens_map.json`), else from the names in common use."""
 
-    def __init__(self, content: bytes, path: Path):
-        """Takes the bytes of the file and where it lies.
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        settings: TokenizerSettings = TokenizerSettings(),  # noqa: B008  frozen
+    ):
+        """Takes the bytes of the file, its name for messages, and the files beside it.
 
         Raises:
           UserError: not a tokenizer.json, of a kind whose bytes cannot be counted, or one without
@@ -37,25 +41,21 @@ class HuggingFaceTokenizer(Tokenizer):
             specification: dict[str, Any] = json.loads(content)
         except Exception as error:  # the library raises plain Exception
             raise UserError(
-                f"{path} is not a tokenizer.json ({error}): name another data.tokenizer"
+                f"{name} is not a tokenizer.json ({error}): name another data.tokenizer"
             ) from error
         self._tokenizer.encode_special_tokens = True  # "</s>" in a text stays text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._content = content
-        self._settings = {
-            name: (path.parent / name).read_bytes()
-            for name in (*_SETTINGS_FILES, _TEMPLATE_FILE)
-            if (path.parent / name).is_file()
-        }
-        self.name = str(path)
+        self._settings = settings
+        self.name = name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id = self._special("bos_token", _KNOWN_BOS)
         eos_id = self._special("eos_token", _KNOWN_EOS)
         if eos_id is None:
             raise UserError(
-                f"{path} names no end-of-document token: put a tokenizer_config.json with "
+                f"{name} names no end-of-document token: put a tokenizer_config.json with "
                 "eos_token beside it"
             )
         self.eos_id = eos_id
@@ -66,8 +66,8 @@ class HuggingFaceTokenizer(Tokenizer):
             for token in specification.get("added_tokens", [])
             if token["special"]
         }
-        self.chat_template = self._template()
-        self._lengths = self._count_bytes(vocabulary, specification, path)
+        self.chat_template = settings.chat_template()
+        self._lengths = self._count_bytes(vocabulary, specification)
         self._fallback = self._find_fallback(vocabulary, specification)
         self.fingerprint = content_fingerprint(content)
         self.lossless = self.keeps(PROBE)
@@ -89,16 +89,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 os.environ["TOKENIZERS_PARALLELISM"] = previous
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
-        text, run = "", []
-        for token in map(int, ids):
-            if token < self.vocab_size:
-                run.append(token)
-            else:
-                text += self._tokenizer.decode(run, skip_special_tokens=True) + REPLACEMENT
-                run = []
-        return text + self._tokenizer.decode(run, skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def token_byte_lengths(self) -> np.ndarray:
         """int32 [vocab_size]; 0 for special tokens and for ids that the file leaves out."""
@@ -108,37 +100,16 @@ class HuggingFaceTokenizer(Tokenizer):
         """Writes `tokenizer.json` and the settings that name its special tokens."""
         path = Path(directory, HUGGING_FACE_FILE)
         path.write_bytes(self._content)
-        for name, content in self._settings.items():
-            Path(directory, name).write_bytes(content)
+        self._settings.save(directory)
         return path
 
     def _special(self, key: str, known: Sequence[str]) -> int | None:
         """The id of a special token that the settings name, else of the first known name."""
-        for settings in self._read_settings():
-            if key in settings:
-                token = settings[key]
-                token = token.get("content") if isinstance(token, dict) else token
-                return None if token is None else self._tokenizer.token_to_id(token)
+        if self._settings.names(key):
+            token = self._settings.token(key)
+            return None if token is None else self._tokenizer.token_to_id(token)
         ids = (self._tokenizer.token_to_id(token) for token in known)
         return next((token_id for token_id in ids if token_id is not None), None)
-
-    def _read_settings(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(self._settings[name]) for name in _SETTINGS_FILES if name in self._settings
-        ]
-
-    def _template(self) -> str | None:
-        """The chat template of its own file, else of the settings (of several, "default")."""
-        if _TEMPLATE_FILE in self._settings:
-            return self._settings[_TEMPLATE_FILE].decode()
-        for settings in self._read_settings():
-            template = settings.get("chat_template")
-            if isinstance(template, list):
-                named = {entry["name"]: entry["template"] for entry in template}
-                template = named.get("default")
-            if isinstance(template, str):
-                return template
-        return None
 
     def fallback_tokens(self) -> np.ndarray:
         """bool [vocab_size]: the unknown token, and byte tokens of models that spell in them. A
@@ -154,15 +125,13 @@ class HuggingFaceTokenizer(Tokenizer):
             found[token] = piece == unknown or _is_byte(piece)
         return found
 
-    def _count_bytes(
-        self, vocabulary: dict[str, int], specification: dict[str, Any], path: Path
-    ) -> np.ndarray:
+    def _count_bytes(self, vocabulary: dict[str, int], specification: dict[str, Any]) -> np.ndarray:
         decoder = json.dumps(specification.get("decoder"), ensure_ascii=False)
         byte_level = '"ByteLevel"' in decoder
         if not byte_level and _SPACE not in decoder:
             raise UserError(
-                f"{path} decodes neither by bytes nor by {_SPACE} for a space, so its bytes cannot "
-                "be counted: use another data.tokenizer"
+                f"{self.name} decodes neither by bytes nor by {_SPACE} for a space, so its "
+                "bytes cannot be counted: use another data.tokenizer"
             )
         added = {token["id"]: token for token in specification.get("added_tokens", [])}
         lengths = np.zeros(self.vocab_size, np.int32)

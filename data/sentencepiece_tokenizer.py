@@ -8,7 +8,8 @@ import numpy as np
 import sentencepiece
 
 from ..errors import UserError
-from .tokenizer import PROBE, REPLACEMENT, SENTENCEPIECE_FILE, Tokenizer, content_fingerprint
+from .tokenizer import PROBE, SENTENCEPIECE_FILE, Tokenizer, content_fingerprint
+from .tokenizer_settings import TokenizerSettings
 
 # SentencePiece writes a space as this character, and so would read it as a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -28,8 +29,13 @@ class SentencePieceTokenizer(Tokenizer):
     document.
     """
 
-    def __init__(self, content: bytes, name: str):
-        """Takes the bytes of a `.model` file.
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        settings: TokenizerSettings = TokenizerSettings(),  # noqa: B008  frozen
+    ):
+        """Takes the bytes of a `.model` file, and of those beside it.
 
         Raises:
           UserError: they are not a SentencePiece model, or it has no end-of-document token.
@@ -44,6 +50,8 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         processor = self._processor
         self._content = content
+        self._settings = settings
+        self.chat_template = settings.chat_template()
         self.name = name
         self.vocab_size = processor.vocab_size()
         if processor.eos_id() < 0:
@@ -88,16 +96,8 @@ class SentencePieceTokenizer(Tokenizer):
             for text, is_plain in zip(texts, plain, strict=True)
         ]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
-        text, run = "", []
-        for token in map(int, ids):
-            if token < self.vocab_size:
-                run.append(token)
-            else:
-                text += self._processor.decode(run) + REPLACEMENT
-                run = []
-        return text + self._processor.decode(run)
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
 
     def token_byte_lengths(self) -> np.ndarray:
         """int32 [vocab_size]; 0 for control and unknown tokens, 1 for byte tokens."""
@@ -122,9 +122,10 @@ class SentencePieceTokenizer(Tokenizer):
         return not self.lossless or (len(text) <= _PART_CHARACTERS and _SPACE not in text)
 
     def save(self, directory: str | Path) -> Path:
-        """Writes `tokenizer.model`."""
+        """Writes `tokenizer.model` and the settings that came with it."""
         path = Path(directory, SENTENCEPIECE_FILE)
         path.write_bytes(self._content)
+        self._settings.save(directory)
         return path
 
 

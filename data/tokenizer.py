@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ..errors import UserError
+from .tokenizer_settings import TokenizerSettings
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 HUGGING_FACE_FILE = "tokenizer.json"
@@ -64,10 +65,21 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[np.ndarray]:
         """The ids of each text, equal to `encode`'s, as integer arrays; in parallel."""
 
-    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text. Special tokens give nothing; ids beyond the vocabulary, as a model with a
         padded vocabulary may sample them, give U+FFFD each."""
+        text, run = "", []
+        for token in map(int, ids):
+            if token < self.vocab_size:
+                run.append(token)
+            else:
+                text += self._decode(run) + REPLACEMENT
+                run = []
+        return text + self._decode(run)
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids that are all in the vocabulary."""
 
     @abc.abstractmethod
     def token_byte_lengths(self) -> np.ndarray:
@@ -111,14 +123,9 @@ class ByteTokenizer(Tokenizer):
         """uint8 arrays; one thread, because this is a copy."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         """The text; bytes that are not UTF-8 give U+FFFD."""
-        replacement = REPLACEMENT.encode()
-        parts = (
-            bytes((token,)) if token < 256 else b"" if token < self.vocab_size else replacement
-            for token in ids
-        )
-        return b"".join(parts).decode(errors="replace")
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def token_byte_lengths(self) -> np.ndarray:
         """int32 [259]: 1 for each byte, 0 for the three special tokens."""
@@ -159,14 +166,13 @@ def load_tokenizer_file(path: str | Path) -> Tokenizer:
     if file.name == BYTES_FILE:
         return ByteTokenizer()
     try:
-        content = file.read_bytes()
+        content, settings = file.read_bytes(), TokenizerSettings.beside(file)
     except OSError as error:
         raise UserError(
             f"cannot read the tokenizer {file} ({error.strerror}): correct the permissions"
         ) from error
-    if file.suffix == ".json":
-        return HuggingFaceTokenizer(content, file)
-    return SentencePieceTokenizer(content, str(file))
+    kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+    return kind(content, str(file), settings)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from .hub_directory import HubDirectory
-from .quantized_weights import QuantizedWeights, check_format, find_parts
+from .quantized_weights import PartNames, QuantizedWeights, check_format, find_parts
 
 FORMAT = "nvfp4-pack-quantized"
 RULE = "compressed-tensors"
-CODES, SCALES, SCALE, INPUT_SCALE = (
-    "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale",
-)  # fmt: skip
+PARTS = PartNames("weight_packed", "weight_scale", "weight_global_scale")
+INPUT_SCALE = "input_global_scale"
 
 
 class CompressedTensorsWeights(QuantizedWeights):
@@ -23,16 +22,10 @@ class CompressedTensorsWeights(QuantizedWeights):
         found = directory.config["quantization_config"].get("format")
         check_format(found, FORMAT, "format", directory.path / "config.json")
         parts, rest = find_parts(
-            directory, (CODES, SCALES, SCALE), lambda *_: True,
+            directory, PARTS, lambda *_: True,
             (INPUT_SCALE, "k_scale", "v_scale"),
         )  # fmt: skip
         super().__init__(directory, RULE, parts, rest)
-
-
-def tensors_of(weight: str) -> tuple[str, str, str]:
-    """Names of the codes, scales and tensor scale of a weight."""
-    stem = weight.removesuffix(".weight")
-    return f"{stem}.{CODES}", f"{stem}.{SCALES}", f"{stem}.{SCALE}"
 
 
 def input_scale(amax: float) -> np.ndarray:

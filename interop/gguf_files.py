@@ -11,10 +11,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..data import load_tokenizer_file
 from ..errors import UserError, did_you_mean
 from ..layers.rope import RopeScaling, rope_frequencies
 from ..models import ModelConfig, MoEConfig
+from .gguf_tokenizer import gguf_tokenizer
 from .hub_config import hub_config
+from .hub_directory import tokenizer_files
 from .hugging_face import Origin, write_checkpoint
 from .layout import Layout
 from .output_directory import Progress
@@ -55,9 +58,10 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An opened file: the model it is of, and its tensors."""
+    """An opened file: its fields, the model it is of, and its tensors."""
 
     path: Path
+    metadata: dict[str, Any]
     architecture: str
     model: ModelConfig
     tensors: list[GGUFTensor]
@@ -72,22 +76,37 @@ def from_gguf(
 ) -> Path:
     """Converts a GGUF file into a checkpoint of ours; quantised tensors become float32.
 
-    tokenizer: a folder with the model's tokenizer files, which a GGUF file holds in its own form
-      only.
+    tokenizer: a folder with tokenizer files to take in place of the file's own tokenizer.
 
     Raises:
-      UserError: an architecture or a tensor that is not known, a value that is not finite.
+      UserError: an architecture, a tensor or a tokenizer that is not known, a value that is not
+        finite.
     """
-    from .hub_directory import tokenizer_files
-
     file = open_gguf(source)
     weights = GGUFWeights(file)
     check_tensors(weights, Layout(file.model), file.path)
-    files = [] if tokenizer is None else tokenizer_files(Path(tokenizer).expanduser())
-    if tokenizer is not None and not files:
-        raise UserError(f"tokenizer={tokenizer} holds no tokenizer files: give another folder")
+    files = _tokenizer_files(file, tokenizer)
     origin = Origin(hub_config(file.model, "float32"), files, [])
     return write_checkpoint(weights, file.model, origin, output, progress=progress)
+
+
+def _tokenizer_files(file: GGUFFile, folder: str | Path | None) -> dict[str, bytes]:
+    """The tokenizer's files by name: those of `folder`, else made from the file's own."""
+    if folder is None:
+        own = gguf_tokenizer(file.metadata, file.path)
+        tokenizer, files = (None, {}) if own is None else (own.tokenizer, own.files)
+    else:
+        found = tokenizer_files(Path(folder).expanduser())
+        if not found:
+            raise UserError(f"tokenizer={folder} holds no tokenizer files: give another folder")
+        tokenizer = load_tokenizer_file(Path(folder).expanduser())
+        files = {file.name: file.read_bytes() for file in found}
+    if tokenizer is not None and tokenizer.vocab_size > file.model.vocab_size:
+        raise UserError(
+            f"{file.path}: the model has {file.model.vocab_size} tokens, the tokenizer "
+            f"{tokenizer.name} {tokenizer.vocab_size}: give its own with --tokenizer DIR"
+        )
+    return files
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -103,6 +122,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     path = Path(path).expanduser().absolute()
     try:
         reader = GGUFReader(str(path))
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be read as GGUF ({reason}): download it again") from error
@@ -116,8 +136,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         )
         for tensor in reader.tensors
     ]
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    return GGUFFile(path, *_model(metadata, {t.name: t for t in tensors}, path), tensors)
+    return GGUFFile(path, metadata, *_model(metadata, {t.name: t for t in tensors}, path), tensors)
 
 
 class GGUFWeights:

@@ -58,7 +58,8 @@ def from_hugging_face(
     weights = hub_weights(directory)
     check_tensors(weights, Layout(config), directory.path)
     check_tied_head(weights, Layout(config), directory.path)
-    origin = Origin(directory.config, directory.tokenizer_files(), directory.other_files())
+    files = {file.name: file.read_bytes() for file in directory.tokenizer_files()}
+    origin = Origin(directory.config, files, directory.other_files())
     return write_checkpoint(
         weights, config, origin, output, pad_vocabulary=pad_vocabulary, progress=progress
     )
@@ -69,7 +70,7 @@ class Origin:
     """What goes with a checkpoint besides its weights: config.json and small files."""
 
     config: dict[str, Any]
-    tokenizer_files: list[Path]
+    tokenizer_files: dict[str, bytes]  # contents by name
     other_files: list[Path]
 
 
@@ -92,7 +93,10 @@ def write_checkpoint(
     with output_directory(Path(output), needed_bytes=_size(weights, layout)) as folder:
         write_parameters(weights, layout, folder / FOLDER / "0" / PARAMETERS, progress)
         write_settings(folder, layout.config, conversion)
-        copy_files(origin.tokenizer_files, folder / TOKENIZER_FOLDER)
+        if origin.tokenizer_files:
+            (folder / TOKENIZER_FOLDER).mkdir()
+        for name, content in origin.tokenizer_files.items():
+            (folder / TOKENIZER_FOLDER / name).write_bytes(content)
         copy_files(origin.other_files, folder / HUB_FOLDER)
     return Path(output)
 

@@ -9,10 +9,11 @@ import numpy as np
 from .. import __version__
 from ..errors import UserError
 from .hub_directory import HubDirectory, read_json
-from .quantized_weights import QuantizedWeights, find_parts
+from .quantized_weights import PartNames, QuantizedWeights, find_parts
 
 RULE = "modelopt"
-CODES, SCALES, SCALE, INPUT_SCALE = "weight", "weight_scale", "weight_scale_2", "input_scale"
+PARTS = PartNames("weight", "weight_scale", "weight_scale_2")
+INPUT_SCALE = "input_scale"
 CONFIG_FILE = "hf_quant_config.json"
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
@@ -31,16 +32,10 @@ class ModelOptWeights(QuantizedWeights):
                 f"{path}: quant_algo={algorithm!r} cannot be read, only {' and '.join(_ALGORITHMS)}"
             )
         parts, rest = find_parts(
-            directory, (CODES, SCALES, SCALE), lambda _, entry: entry.dtype == np.uint8,
+            directory, PARTS, lambda _, entry: entry.dtype == np.uint8,
             (INPUT_SCALE, "k_scale", "v_scale"),
         )  # fmt: skip
         super().__init__(directory, RULE, parts, rest)
-
-
-def tensors_of(weight: str) -> tuple[str, str, str]:
-    """Names of the codes, scales and tensor scale of a weight."""
-    stem = weight.removesuffix(".weight")
-    return f"{stem}.{CODES}", f"{stem}.{SCALES}", f"{stem}.{SCALE}"
 
 
 def input_scale(amax: float) -> np.ndarray:

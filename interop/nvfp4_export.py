@@ -158,7 +158,7 @@ def quantize_slab(
         packed = pack(weight, scale, kind.RULE, in_bfloat16=rounded)
         shape = (1,) if kind is compressed_tensors else ()
         arrays = (packed.codes, packed.scales, np.full(shape, scale, np.float32))
-        result |= dict(zip(kind.tensors_of(piece.name), arrays, strict=True))
+        result |= dict(zip(kind.PARTS.of(piece.name), arrays, strict=True))
     return result
 
 
@@ -190,7 +190,7 @@ def _tensors(
                 if parameter in plain:
                     tensors[piece.name] = (_BFLOAT16, shape)
                     continue
-                codes, scales, scale = kind.tensors_of(piece.name)
+                codes, scales, scale = kind.PARTS.of(piece.name)
                 rows, columns = shape
                 tensors[codes] = (_UINT8, (rows, columns // 2))
                 tensors[scales] = (_E4M3, (rows, columns // 16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,19 @@ from .hub_directory import HubDirectory
 from .nvfp4 import Packed, Rule, unpack
 from .safetensors_files import TensorEntry
 from .weights import FLOATS, PlainWeights
+
+
+class PartNames(NamedTuple):
+    """Last parts of the names of a quantised linear's tensors."""
+
+    codes: str
+    scales: str
+    scale: str
+
+    def of(self, weight: str) -> tuple[str, ...]:
+        """Names of the codes, scales and tensor scale of a weight."""
+        stem = weight.removesuffix(".weight")
+        return tuple(f"{stem}.{part}" for part in self)
 
 
 class QuantizedWeights:
@@ -48,14 +62,14 @@ class QuantizedWeights:
 
 def find_parts(
     directory: HubDirectory,
-    names: tuple[str, str, str],
+    names: PartNames,
     is_codes: Callable[[str, TensorEntry], bool],
     ignored: tuple[str, ...],
 ) -> tuple[dict[str, tuple[TensorEntry, TensorEntry, TensorEntry]], dict[str, TensorEntry]]:
     """(parts by the name of the weight, the other tensors).
 
-    names: last parts of the tensors' names: codes, scales, tensor scale. ignored: last parts of
-    tensors about activations and the key/value cache, which a high-precision model has no use for.
+    ignored: last parts of the names of tensors about activations and the key/value cache, which a
+      high-precision model has no use for.
 
     Raises:
       UserError: a part of a quantised linear is missing.
@@ -66,7 +80,7 @@ def find_parts(
         stem, _, last = name.rpartition(".")
         if last in ignored:
             del rest[name]
-        elif last == names[0] and is_codes(name, entry):
+        elif last == names.codes and is_codes(name, entry):
             found = [rest.pop(f"{stem}.{part}", None) for part in names]
             for part, value in zip(names, found, strict=True):
                 if value is None:

@@ -268,7 +268,7 @@ def test_hugging_face_of_unknown_bytes_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
     with pytest.raises(UserError, match=r"its bytes cannot be counted"):
-        HuggingFaceTokenizer(path.read_bytes(), path)
+        HuggingFaceTokenizer(path.read_bytes(), str(path))
 
 
 def test_encoding_leaves_the_environment(byte_level_file, monkeypatch):

@@ -1,0 +1,71 @@
+"""The small files beside a tokenizer: which tokens are special, and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+CONFIG_FILE = "tokenizer_config.json"
+_JSON_FILES = (CONFIG_FILE, "special_tokens_map.json")
+_TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """The contents of these files by name; as many of them as there are."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, path: Path) -> TokenizerSettings:
+        """Those in the folder of a tokenizer's file."""
+        found = (path.parent / name for name in (*_JSON_FILES, _TEMPLATE_FILE))
+        return cls({file.name: file.read_bytes() for file in found if file.is_file()})
+
+    def names(self, key: str) -> bool:
+        """Whether a file says anything of `key`, such as "bos_token", be it null."""
+        return any(key in values for values in self._values())
+
+    def token(self, key: str) -> str | None:
+        """The spelling of a special token, from the first file that names it."""
+        for values in self._values():
+            if key in values:
+                token = values[key]
+                return token.get("content") if isinstance(token, dict) else token
+        return None
+
+    def chat_template(self) -> str | None:
+        """The chat template of its own file, else of the settings (of several, "default")."""
+        if _TEMPLATE_FILE in self.files:
+            return self.files[_TEMPLATE_FILE].decode(errors="replace")
+        for values in self._values():
+            template = values.get("chat_template")
+            if isinstance(template, list):
+                named = {entry["name"]: entry["template"] for entry in template}
+                template = named.get("default")
+            if isinstance(template, str):
+                return template
+        return None
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the files again."""
+        for name, content in self.files.items():
+            Path(directory, name).write_bytes(content)
+
+    def _values(self) -> list[dict[str, Any]]:
+        found = []
+        for name in _JSON_FILES:
+            if name in self.files:
+                try:
+                    values = json.loads(self.files[name])
+                except ValueError as error:
+                    raise UserError(f"{name} is not JSON ({error}): download it again") from error
+                if not isinstance(values, dict):
+                    raise UserError(f"{name} holds no JSON object: download it again")
+                found.append(values)
+        return found
