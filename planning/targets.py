@@ -40,8 +40,11 @@ NAMES = {
     "rtx-pro-6000": ("NVIDIA RTX PRO 6000 Blackwell", 8),
 }
 
-# Asks the plugin not to compare its version with CUDA's libraries, which are not there.
-_NO_CUDA = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_NO_CUDA = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of the plugin's version against CUDA's libraries
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # what XLA logs when memory is tight is in the result
+}
 
 
 @dataclass(frozen=True)
