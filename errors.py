@@ -16,6 +16,21 @@ class UserError(ValueError):
     """A mistake in a configuration, a file or an environment: one line, with the remedy."""
 
 
+class SaidElsewhere(UserError):
+    """A mistake that another process of the run prints: this one ends with the same status."""
+
+
+class RunStopped(Exception):
+    """A run that a signal ended early and well: all is saved, and nothing may start after it.
+
+    signal: the signal's number.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
 def near_match(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the option most like `word`, or None when none is `cutoff` alike (0 to 1)."""
     matches = difflib.get_close_matches(

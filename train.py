@@ -4,16 +4,25 @@
 tensorboard/, tokenizer/ and checkpoints/; the same command with the same folder goes on where it
 stopped.
 
+Several processes train one run when Slurm, MPI, Kubernetes or the keys of `cluster` say so, see
+docs/cluster.md; process 0 speaks and writes for all.
+
 Exit status: 0 when the run is complete, or was stopped by SIGTERM or SIGINT and saved; 1 when it
-failed; 2 for a mistake in the command, before anything was trained; 130 when a second SIGINT
-aborted it.
+failed; 2 for a mistake in the command, before anything was trained; 130 when SIGINT aborted it:
+the first one before the training began, the second one afterwards.
 """
 
 from __future__ import annotations
 
+import sys
+
+from fp4zoo.training.signals import StopRequest, abort_at_once
+
+if __name__ == "__main__":
+    abort_at_once()  # the imports below take seconds
+
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +31,14 @@ from typing import Any
 
 import jax
 
-from fp4zoo import data, models
+from fp4zoo import __version__, data, models
 from fp4zoo.configs import cli
+from fp4zoo.configs.fields import values
 from fp4zoo.configs.schema import TrainConfig
+from fp4zoo.errors import RunStopped, UserError
 from fp4zoo.training import memory
 from fp4zoo.training.checkpoints import FOLDER, Checkpoints, find_checkpoint, load_parameters
+from fp4zoo.training.cluster import Cluster, StopAgreement, start
 from fp4zoo.training.display import Display, duration
 from fp4zoo.training.errors import TrainingFailure
 from fp4zoo.training.evaluate import Evaluation, Validation
@@ -34,10 +46,13 @@ from fp4zoo.training.flops import flops_per_token, peak_flops
 from fp4zoo.training.metrics import METRICS_FILE, MetricsWriter
 from fp4zoo.training.program import Program
 from fp4zoo.training.recorder import Recorder, RecorderConfig
-from fp4zoo.training.run_directory import prepare_run_directory, write_config
+from fp4zoo.training.run_directory import (
+    choose_run_directory,
+    prepared_run_directory,
+    write_config,
+)
 from fp4zoo.training.sample import sample_tokens
 from fp4zoo.training.sharding import describe_mesh
-from fp4zoo.training.signals import StopRequest
 from fp4zoo.training.state import TrainState
 from fp4zoo.training.step import gradient_names
 
@@ -46,23 +61,37 @@ _STARTED = time.monotonic()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: sys.argv's) and returns the exit status."""
+    if argv is None:
+        abort_at_once()
     return cli.run(train, argv, "train")
 
 
 def train(config: TrainConfig) -> int:
-    """Runs one configuration and returns the exit status; mistakes of the user are raised."""
+    """Runs one configuration and returns the exit status.
+
+    Raises:
+      UserError: for a mistake of the user, in every process.
+      RunStopped: when a signal ended the run early and all is saved.
+    """
+    cluster = start(config.cluster)
     try:
-        _train(config)
-        return 0
-    except TrainingFailure as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: the run failed: {error}", file=sys.stderr)
+        stopped_by = _train(config, cluster)
+    except UserError:
+        cluster.leave()
+        raise
+    except (TrainingFailure, OSError) as failure:
+        if cluster.is_first:
+            reason = "" if isinstance(failure, TrainingFailure) else "the run failed: "
+            print(f"error: {reason}{failure}", file=sys.stderr)
+        cluster.leave()
         return 1
     except KeyboardInterrupt:
         print("aborted", file=sys.stderr)
         return 130
+    cluster.leave()
+    if stopped_by is not None:
+        raise RunStopped(stopped_by)
+    return 0
 
 
 @dataclass
@@ -70,6 +99,7 @@ class Run:
     """The parts of one run, made by `_train` and used by the functions below it."""
 
     config: TrainConfig
+    cluster: Cluster
     program: Program
     available: int  # bytes per device
     batches: data.TrainIterator
@@ -79,90 +109,105 @@ class Run:
     writer: MetricsWriter
     display: Display
     recorder: Recorder
-    stop: StopRequest
+    stop: StopAgreement
     last_evaluation: Evaluation | None = None
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig, cluster: Cluster) -> int | None:
+    """The signal that stopped the run early, if any."""
+    cluster.check_same(_shared_settings(config), "the configuration")
+    directory = Path(cluster.from_first(lambda: str(choose_run_directory(config))))
     # What is going to run, and whether it fits, before anything is allocated.
-    program = Program(config)
-    devices = list(program.mesh.devices.flat)
+    here = memory.available_bytes(jax.local_devices(), processes=cluster.count_here)
+    available = min(cluster.gather(here))
+    with cluster.together():
+        program = Program(config, available=available)
+        devices = list(program.mesh.devices.flat)
+        estimate = program.estimate_memory()
     kind = f"{len(devices)} x {devices[0].device_kind}"
-    _say(f"{kind}, {describe_mesh(program.mesh)}, JAX {jax.__version__}")
-    _say(program.plan.summary())
-    _say(models.describe_backends(program.backends))
-    available = memory.available_bytes(devices)
-    estimate = program.estimate_memory()
-    memory.check_fits(estimate, available, program.mesh, config.remat)
-    _say(f"{program.num_parameters:,} parameters\n{estimate.table(available)}")
+    if cluster.count > 1:
+        kind += f" in {cluster.count} processes"
+    cluster.say(f"{kind}, {describe_mesh(program.mesh)}, JAX {jax.__version__}")
+    if program.mesh_reason is not None:
+        cluster.say(program.mesh_reason)
+    cluster.say(program.plan.summary())
+    cluster.say(models.describe_backends(program.backends))
+    with cluster.together():
+        memory.check_fits(estimate, available, program.mesh, config.remat)
+    cluster.say(f"{program.num_parameters:,} parameters\n{estimate.table(available)}")
 
-    # Where it lies, and where it starts from.
-    source = find_checkpoint(config.checkpoint) if config.checkpoint else None
-    directory = prepare_run_directory(config)
-    config = dataclasses.replace(config, output_dir=str(directory))
-
-    # Text.
-    tokenizer = data.load_tokenizer(config.data, config.model.vocab_size)
-    batches = data.make_train_iterator(
-        config.data,
-        tokenizer,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-    )
-    validation, unigram = _validation(config, program, tokenizer)
-    corpus = batches.corpus
-    _say(
+    # Where it starts from, and the text.
+    with cluster.together():
+        source = find_checkpoint(config.checkpoint) if config.checkpoint else None
+    text = cluster.in_turn(lambda: _text(config, program))
+    cluster.check_same(text.settings(), "the data")
+    tokenizer, batches, corpus = text.tokenizer, text.batches, text.batches.corpus
+    cluster.say(
         f"{corpus.description}: {len(corpus.train.tokens):,} training tokens, "
         f"{len(corpus.validation.tokens):,} held out; tokenizer: {tokenizer.name}"
     )
 
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(directory, keep=config.keep_checkpoints))
-        first_step = checkpoints.latest_step() or 0
-        if first_step:
-            checkpoints.check_model(program.state)
+        with cluster.together():
+            if cluster.is_first:
+                stack.enter_context(prepared_run_directory(directory, resume=config.resume))
+        with cluster.together():
+            checkpoints = stack.enter_context(Checkpoints(directory, keep=config.keep_checkpoints))
+            first_step = checkpoints.latest_step() or 0
+            if first_step:
+                checkpoints.check_model(program.state)
         if first_step >= config.max_steps:
-            _say(
+            cluster.say(
                 f"{directory} holds a run of {first_step} steps and max_steps={config.max_steps}: "
                 "nothing is left to do; raise max_steps to go on"
             )
-            return
+            return None
 
         # The compiled step, checked by what XLA says it needs; only then the state is allocated.
-        train_step = _compile(program, first_step, available)
-        if first_step:
-            state, position = checkpoints.restore(program.state)
-            batches.set_state(position)
-            _say(f"going on after step {first_step}")
-        elif source is not None:
-            parameters = load_parameters(source, program.state.parameters, program.mesh)
-            state = program.state_from(parameters)
-            _say(f"starting from the parameters of {source}")
-        else:
-            state = program.initial_state()
+        train_step = _compile(program, cluster, first_step, available)
+        with cluster.together():
+            if first_step:
+                state, position = checkpoints.restore(program.state)
+                batches.set_state(position)
+                cluster.say(f"going on after step {first_step}")
+            elif source is not None:
+                parameters = load_parameters(source, program.state.parameters, program.mesh)
+                state = program.state_from(parameters)
+                cluster.say(f"starting from the parameters of {source}")
+            else:
+                state = program.initial_state()
 
         # From here on the folder is this run's: a refused one has left it as it was.
-        write_config(directory, config)
-        _save_tokenizer(tokenizer, directory)
-        writer = stack.enter_context(MetricsWriter(directory, resume_step=first_step))
-        display = Display(config.max_steps, first_step=first_step)
+        config = dataclasses.replace(config, output_dir=str(directory))
+        with cluster.together():
+            if cluster.is_first:
+                write_config(directory, config)
+                _save_tokenizer(tokenizer, directory)
+            folder = directory if cluster.is_first else None
+            writer = stack.enter_context(MetricsWriter(folder, resume_step=first_step))
+        display = Display(config.max_steps, first_step=first_step, shown=cluster.is_first)
         run = Run(
             config,
+            cluster,
             program,
             available,
             batches,
-            validation,
-            unigram,
+            text.validation,
+            text.unigram,
             checkpoints,
             writer,
             display,
             Recorder(_recorder_config(config, program), writer, display),
-            stack.enter_context(StopRequest()),
+            StopAgreement(stack.enter_context(StopRequest()), program.mesh),
         )
-        with display:
-            state = _loop(run, state, train_step)
+        try:
+            with display:
+                state = _loop(run, state, train_step)
+        except (TrainingFailure, OSError) as failure:
+            cluster.end_if_alone(failure)
+            raise
     _finish(run, state, tokenizer, directory)
+    return run.stop.signal if int(state.step) < config.max_steps else None
 
 
 def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
@@ -180,10 +225,10 @@ def _loop(run: Run, state: TrainState, train_step: Any) -> TrainState:
         position = run.batches.get_state()
         run.checkpoints.save(state, data=position, config=dataclasses.asdict(config))
 
-    while step < config.max_steps and not run.stop:
+    while step < config.max_steps and not run.stop.is_due():
         if step == program.finish_step and step > first_step:
             with recorder.pause():
-                train_step = _compile(program, step, run.available)
+                train_step = _compile(program, run.cluster, step, run.available)
         begin = time.perf_counter()
         batch = program.place(next(run.batches))
         data_seconds = time.perf_counter() - begin
@@ -229,14 +274,14 @@ def _finish(run: Run, state: TrainState, tokenizer: data.Tokenizer, directory: P
     config, step = run.config, int(state.step)
     if step < config.max_steps:
         assert run.stop.signal is not None
-        _say(
+        run.cluster.say(
             f"stopped by {run.stop.signal.name} after step {step} of {config.max_steps}; to go on, "
             f"give the same command with output_dir={directory}"
         )
     else:
         if run.validation.num_tokens:
             result = run.last_evaluation or _evaluate(run, state, step)
-            _say(_evaluation_line(step, result, run.unigram))
+            run.cluster.say(_evaluation_line(step, result, run.unigram))
         if config.sample_tokens:
             generated = sample_tokens(
                 run.program.graphdef(finish=run.program.is_finish(step - 1)),
@@ -248,36 +293,70 @@ def _finish(run: Run, state: TrainState, tokenizer: data.Tokenizer, directory: P
                 max_positions=config.model.max_positions,
                 stop_token=tokenizer.eos_id,
             )
-            _say(f"sample:\n{tokenizer.decode(generated)}")
-    _say(f"checkpoints: {directory / FOLDER}\nmetrics: {directory / METRICS_FILE}")
+            run.cluster.say(f"sample:\n{tokenizer.decode(generated)}")
+    run.cluster.say(f"checkpoints: {directory / FOLDER}\nmetrics: {directory / METRICS_FILE}")
 
 
-def _compile(program: Program, step: int, available: int) -> Any:
+def _compile(program: Program, cluster: Cluster, step: int, available: int) -> Any:
     """The train step for the step after `step` finished ones, which fits into the memory."""
-    _say("compiling the step")
+    cluster.say("compiling the step")
     begin = time.monotonic()
-    compiled = program.compile_train_step(finish=program.is_finish(step))
-    needed = memory.check_compiled(compiled, available, program.mesh, program.config.remat)
+    with cluster.together():
+        compiled = program.compile_train_step(finish=program.is_finish(step))
+        needed = memory.check_compiled(compiled, available, program.mesh, program.config.remat)
     what = "the step with the BF16 forward pass" if program.is_finish(step) else "the step"
-    _say(
+    cluster.say(
         f"compiled {what} in {duration(time.monotonic() - begin)}; it needs "
         f"{needed / memory.GIB:.2f} GiB per device"
     )
     return compiled
 
 
-def _validation(
-    config: TrainConfig, program: Program, tokenizer: data.Tokenizer
-) -> tuple[Validation, float]:
-    """The validation batches, and the loss of token frequencies on them."""
+@dataclass
+class Text:
+    """What a run reads."""
+
+    tokenizer: data.Tokenizer
+    batches: data.TrainIterator  # this process's rows of each batch
+    validation: Validation
+    unigram: float  # nats per token, of token frequencies on the validation batches
+
+    def settings(self) -> dict[str, str]:
+        """What has to be the same in every process."""
+        corpus = self.batches.corpus
+        return {"tokenizer": self.tokenizer.fingerprint, "corpus": corpus.digest}
+
+
+def _text(config: TrainConfig, program: Program) -> Text:
+    """Tokenises what has not been tokenised yet."""
+    tokenizer = data.load_tokenizer(config.data, config.model.vocab_size)
+    batches = data.make_train_iterator(
+        config.data,
+        tokenizer,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        rows=program.batch_rows,
+    )
     sizes = {
         "batch_size": program.evaluation_rows,
         "sequence_length": config.sequence_length,
         "max_batches": config.evaluation_batches,
     }
-    batches = data.make_validation_batches(config.data, tokenizer, **sizes)
-    validation = Validation(batches, tokenizer.token_byte_lengths(), program.place_for_evaluation)
-    return validation, data.unigram_loss(config.data, tokenizer, **sizes)
+    validation = Validation(
+        data.make_validation_batches(config.data, tokenizer, **sizes),
+        tokenizer.token_byte_lengths(),
+        program.place_for_evaluation,
+        loss_chunks=program.loss_chunks,
+    )
+    return Text(tokenizer, batches, validation, data.unigram_loss(config.data, tokenizer, **sizes))
+
+
+def _shared_settings(config: TrainConfig) -> dict[str, Any]:
+    """What has to be the same in every process, by key."""
+    own = ("cluster.process_id", "data.cache_dir")
+    settings = {key: value for key, value in values(config).items() if key not in own}
+    return settings | {"version of JAX": jax.__version__, "version of fp4zoo": __version__}
 
 
 def _evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
@@ -320,10 +399,6 @@ def _save_tokenizer(tokenizer: data.Tokenizer, directory: Path) -> None:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from .. import __version__
-from ..errors import UserError
+from ..errors import RunStopped, SaidElsewhere, UserError
 from . import mistakes
 from .compose import (
     CONFIG_MODULE,
@@ -40,6 +41,7 @@ from .fields import keys
 from .from_checkpoint import with_checkpoint
 
 USAGE_ERROR = 2  # exit status for mistakes of the user
+INTERRUPTED = 130  # of a program that SIGINT aborted
 
 
 def run(
@@ -53,8 +55,9 @@ def run(
       config_name: the primary YAML file and, through `compose.SCHEMAS`, the dataclass.
 
     Returns:
-      The exit status: `main`'s, 2 after a `UserError` (printed as one line), for a sweep 1 if a job
-      failed. With HYDRA_FULL_ERROR=1 in the environment, errors are raised instead.
+      The exit status: `main`'s, 0 for `RunStopped`, 2 after a `UserError` (printed as one line),
+      for a sweep 1 if a job failed and 128 + the signal's number if one stopped it. With
+      HYDRA_FULL_ERROR=1 in the environment, errors are raised instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -69,6 +72,10 @@ def run(
         if options.cfg or options.info:
             return _show(options, arguments, name)
         return main(config)
+    except RunStopped:
+        return 0
+    except SaidElsewhere:
+        return USAGE_ERROR
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -139,7 +146,12 @@ def _sweep(
         if "output_dir" not in swept:  # jobs must not resume from one another's checkpoints
             config = dataclasses.replace(config, output_dir=HydraConfig.get().runtime.output_dir)
         print(f"=== {config.output_dir}", flush=True)
-        status = main(config)
+        try:
+            status = main(config)
+        except RunStopped as stop:
+            raise _SweepStopped(stop.signal) from stop
+        if status == INTERRUPTED:
+            raise _SweepStopped(signal.SIGINT)
         if status != 0:
             raise _JobFailed(f"{config.output_dir}: exit status {status}")
 
@@ -150,6 +162,10 @@ def _sweep(
         extra.append(f"hydra.sweep.dir={fixed[-1].partition('=')[2]}")
     try:
         _hydra(task, options, [*arguments, *extra], name)
+    except _SweepStopped as stop:
+        name = signal.Signals(stop.signal).name
+        print(f"error: the sweep was stopped by {name}: no other job was started", file=sys.stderr)
+        return 128 + stop.signal
     except _JobFailed as failure:
         print(f"error: a job of the sweep failed: {failure}", file=sys.stderr)
         return 1
@@ -158,6 +174,11 @@ def _sweep(
 
 class _JobFailed(Exception):
     """How a job's exit status leaves Hydra's launcher."""
+
+
+class _SweepStopped(BaseException):  # not an Exception: Hydra would go on with the next job
+    def __init__(self, number: int):
+        self.signal = number
 
 
 def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:

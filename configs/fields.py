@@ -93,6 +93,23 @@ def leaves(schema: type) -> dict[str, Key]:
     return {path: key for path, key in keys(schema).items() if key.group is None}
 
 
+def values(config: Any) -> dict[str, Any]:
+    """Returns the value of every key of a configuration by its path; groups that are null too."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= {f"{field.name}.{path}": leaf for path, leaf in values(value).items()}
+        elif isinstance(value, (list, tuple)):
+            found[field.name] = [
+                dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item  # pyright: ignore
+                for item in value
+            ]
+        else:
+            found[field.name] = value
+    return found
+
+
 def _walk(schema: type, prefix: str) -> Iterator[Key]:
     meanings = describe(schema)
     hints = typing.get_type_hints(schema)

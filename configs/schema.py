@@ -13,6 +13,7 @@ from typing import Literal
 from ..data.config import DataConfig
 from ..models.config import ModelConfig
 from ..models.precision_plan import PrecisionRules
+from ..training.cluster import ClusterConfig
 from ..training.loss_scale import LossScaleConfig
 from ..training.optimizer import OptimizerConfig
 from ..training.sharding import MeshConfig
@@ -58,6 +59,7 @@ class TrainConfig:
       data: the text, its tokenizer, and how it is packed into sequences.
       optimizer: AdamW and its learning-rate schedule.
       mesh: how devices are arranged and what is split over them.
+      cluster: the processes of a run on several hosts.
       output_dir: folder of this run: config.yaml, metrics.jsonl, TensorBoard files, checkpoints/;
         null makes a new one under runs/.
       seed: seed of the initial parameters, the data order and stochastic rounding.
@@ -78,6 +80,9 @@ class TrainConfig:
         quantised residuals, or everything.
       backend: where FP4 products run: by what the devices can do (auto, which says what it chose
         and why), through Transformer Engine or XLA on Blackwell, or emulated anywhere.
+      loss_chunks: parts that a device's tokens go through output head and loss in, so that the
+        logits of all of them are never in memory at once; null takes the fewest whose logits stay
+        below 512 MiB.
       sample_tokens: tokens of the text sample that is generated at the end; 0 generates none.
     """
 
@@ -86,6 +91,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     output_dir: str | None = None
     seed: int = 0
     max_steps: int = 240
@@ -101,6 +107,7 @@ class TrainConfig:
     checkpoint: str | None = None
     remat: Literal["none", "save_quantized", "full"] = "none"
     backend: Literal["auto", "emulated", "xla", "transformer_engine"] = "auto"
+    loss_chunks: int | None = None
     sample_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -111,6 +118,8 @@ class TrainConfig:
         for name, path in (paths | {"data.path": self.data.path}).items():
             if path == "":
                 raise ValueError(f"{name}= is empty: give a path, or null")
+        if self.loss_chunks is not None and self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks={self.loss_chunks} is too small: at least 1, or null")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large: below {2**32}")
         if self.batch_size % self.gradient_accumulation:

@@ -27,7 +27,7 @@ _TOKENS_PER_GROUP = 1 << 16
 
 
 class _BatchGroups:
-    """Random access to one process's part of the batches, some batches at a time: what Grain reads.
+    """Random access to one process's rows of the batches, some batches at a time: what Grain reads.
 
     Small batches are packed several at once, because the cost of a call is that of thousands of
     tokens.
@@ -40,12 +40,12 @@ class _BatchGroups:
         *,
         first_row: int,
         batch_size: int,
-        part: slice,
+        rows: np.ndarray,
         sequence_length: int,
     ):
         self._packings, self._mixture = packings, mixture
-        self._first_row, self._batch_size, self._part = first_row, batch_size, part
-        tokens_per_batch = (part.stop - part.start) * sequence_length
+        self._first_row, self._batch_size, self._rows = first_row, batch_size, rows
+        tokens_per_batch = len(rows) * sequence_length
         self.batches_per_group = max(1, _TOKENS_PER_GROUP // tokens_per_batch)
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class _BatchGroups:
         group_rows = self.batches_per_group * self._batch_size
         begin = self._first_row + int(index) * group_rows
         places = np.arange(begin, begin + group_rows).reshape(-1, self._batch_size)
-        sources, rows = self._mixture.at(places[:, self._part].ravel())
+        sources, rows = self._mixture.at(places[:, self._rows].ravel())
         if len(self._packings) == 1:
             return self._packings[0].pack(rows)
         group: Batch = {}
@@ -89,13 +89,13 @@ class TrainIterator(Iterator[Batch]):
         packing: str,
         shuffle: bool,
         num_workers: int,
-        part: slice,
+        rows: np.ndarray,
     ):
-        """`part` is the slice of each batch of `batch_size` rows that this process gets."""
+        """`rows` are the numbers of the rows of each batch that this process gets."""
         self.corpus, self.packings, self._mixture = corpus, packings, mixture
         single = len(packings) == 1
         self.rows_per_epoch = packings[0].num_rows if single else mixture.rows_per_pass
-        self._batch_size, self._sequence_length, self._part = batch_size, sequence_length, part
+        self._batch_size, self._sequence_length, self._rows = batch_size, sequence_length, rows
         self._options = grain.ReadOptions(
             num_threads=num_workers, prefetch_buffer_size=_GROUPS_AHEAD_PER_WORKER * num_workers
         )
@@ -160,7 +160,7 @@ class TrainIterator(Iterator[Batch]):
 
     def _split(self, group: Batch) -> Iterator[Batch]:
         """The batches of a group, as views of its arrays."""
-        share = self._part.stop - self._part.start
+        share = len(self._rows)
         for begin in range(0, len(group["tokens"]), share):
             yield {key: value[begin : begin + share] for key, value in group.items()}
 
@@ -171,7 +171,7 @@ class TrainIterator(Iterator[Batch]):
             self._mixture,
             first_row=self._rows_read,
             batch_size=self._batch_size,
-            part=self._part,
+            rows=self._rows,
             sequence_length=self._sequence_length,
         )
         # Threads, not processes: packing is a few array operations per batch, far faster than a
@@ -188,8 +188,7 @@ def make_train_iterator(
     batch_size: int,
     sequence_length: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
 ) -> TrainIterator:
     """Endless training batches; tokenises the corpus first if it is not in the cache.
 
@@ -198,26 +197,25 @@ def make_train_iterator(
       batch_size: rows of the global batch.
       sequence_length: tokens in a row.
       seed: of the order of rows; any integer.
-      process_index, process_count: this process gets its contiguous share of each global batch,
-        which is the same set of rows whatever the number of processes.
+      rows: numbers of the rows of each global batch that this process gets, ascending; None: all.
+        Row r of batch k is the same whoever reads it, so it does not depend on the number of
+        processes, and a process packs no others.
 
     Returns:
-      An iterator over dicts of [batch_size / process_count, sequence_length] arrays.
+      An iterator over dicts of [len(rows), sequence_length] arrays.
 
     Raises:
-      UserError: the corpus cannot be read or is smaller than one batch, or the batch cannot be
-        divided by the number of processes.
+      UserError: the corpus cannot be read or is smaller than one batch.
     """
-    part = _part(batch_size, process_index, process_count)
     corpus = load_corpus(config, tokenizer)
     packings = [
         make_packing(source.train, sequence_length, config.packing)
         for source in corpus.parts or (corpus,)
     ]
-    rows = sum(packing.num_rows for packing in packings)
-    if rows < batch_size:
+    num_rows = sum(packing.num_rows for packing in packings)
+    if num_rows < batch_size:
         raise UserError(
-            f"{corpus.description} gives {rows} rows of {sequence_length} tokens, fewer than "
+            f"{corpus.description} gives {num_rows} rows of {sequence_length} tokens, fewer than "
             f"batch_size={batch_size}: add text or reduce batch_size or sequence_length"
         )
     for source, packing in zip(corpus.parts or (corpus,), packings, strict=True):
@@ -235,7 +233,7 @@ def make_train_iterator(
         packing=config.packing,
         shuffle=config.shuffle,
         num_workers=config.num_workers,
-        part=part,
+        rows=np.arange(batch_size) if rows is None else rows,
     )
 
 
@@ -246,8 +244,6 @@ def make_validation_batches(
     batch_size: int,
     sequence_length: int,
     max_batches: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> list[Batch]:
     """The fixed validation batches: the same for every seed, run and batch of training.
 
@@ -258,7 +254,6 @@ def make_validation_batches(
     Raises:
       UserError: as `make_train_iterator`.
     """
-    part = _part(batch_size, process_index, process_count)
     corpus = load_corpus(config, tokenizer)
     packing = make_packing(corpus.validation, sequence_length, config.packing)
     num_rows = packing.num_rows
@@ -270,7 +265,7 @@ def make_validation_batches(
     order = permute(np.arange(num_rows), num_rows, seed=0, epoch=0)
     padding = np.full(-num_rows % batch_size, num_rows)  # rows behind the last are padding
     return [
-        packing.pack(rows[part])
+        packing.pack(rows)
         for rows in np.append(order, padding).reshape(-1, batch_size)[:num_batches]
     ]
 
@@ -283,14 +278,3 @@ def _mixture(config: DataConfig, packings: list[Packing], seed: int) -> Mixture:
         return Mixture(num_rows, epochs=epochs, seed=used_seed)
     weights = [source.weight or 0.0 for source in config.sources] or [1.0]
     return Mixture(num_rows, weights=weights, seed=used_seed)
-
-
-def _part(batch_size: int, process_index: int, process_count: int) -> slice:
-    if batch_size < 1 or batch_size % process_count:
-        raise UserError(
-            f"batch_size={batch_size} cannot be shared evenly by {process_count} processes: "
-            "make it a positive multiple"
-        )
-    assert 0 <= process_index < process_count, (process_index, process_count)
-    share = batch_size // process_count
-    return slice(process_index * share, (process_index + 1) * share)

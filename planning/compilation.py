@@ -65,7 +65,8 @@ def compile_step(config: TrainConfig, target: Target, num_devices: int) -> Compi
       UserError: what train.py would refuse, or what XLA cannot compile for this GPU.
     """
     begin = time.monotonic()
-    program = Program(config, devices=target_devices(target.name, num_devices))
+    devices = target_devices(target.name, num_devices)
+    program = Program(config, devices, available=target.memory_bytes)
     try:
         with cudnn_of(target):
             compiled = program.compile_train_step()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fp4zoo import data, train
+from fp4zoo.errors import UserError
 from fp4zoo.training.checkpoints import find_checkpoint
 from fp4zoo.training.metrics import read_rows
 
@@ -329,6 +330,32 @@ def test_a_mistake_is_one_line_and_status_2(run, capsys, options, message):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["data.path=nowhere.txt", "data.tokenizer=nowhere.model"])
+def test_a_refused_run_leaves_no_folder(run, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    assert run(*FP32, option, "output_dir=null") == 2
+    assert run(*FP32, option, f"output_dir={tmp_path / 'a' / 'b'}") == 2
+    assert not os.listdir(tmp_path)
+
+
+def test_a_run_refused_after_compiling_leaves_no_folder(run, tmp_path, monkeypatch, capsys):
+    def too_large(*arguments):
+        raise UserError("the compiled step needs 9 GiB")
+
+    monkeypatch.setattr(train.memory, "check_compiled", too_large)
+    assert run(*FP32) == 2
+    assert "needs 9 GiB" in capsys.readouterr().err and not os.listdir(tmp_path)
+
+
+def test_a_file_where_checkpoints_go_is_one_line(run, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    assert run(*FP32) == 2
+    error = capsys.readouterr().err
+    assert "checkpoints is a file, and checkpoints go into a folder" in error
+    assert error.count("\n") == 1 and os.listdir(tmp_path / "run") == ["checkpoints"]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(run, tmp_path, capsys):

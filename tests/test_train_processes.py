@@ -150,6 +150,60 @@ def test_a_signal_saves_and_ends_with_status_0(start, tmp_path, number):
     assert os.listdir(tmp_path / "run" / "checkpoints") == [str(last)]
 
 
+@pytest.mark.parametrize("where", ["imports", "callback", "tokenising", "compiling"])
+def test_a_first_ctrl_c_ends_it_at_once(start, tmp_path, where):
+    """Before there is anything to save: during the imports, in a callback whose exceptions nobody
+    sees, in Python, and in a compiler that does not look at signals."""
+    if where == "imports":
+        prelude = "import sys; sys.stdout.write('here\\n'); sys.stdout.flush()"
+        process = start(prelude=prelude)
+        time.sleep(0.5)
+    else:
+        wait = "print('here', flush=True); time.sleep(60)"
+        prelude = f"""
+import time, weakref
+from fp4zoo import data
+from fp4zoo.training.program import Program
+class Watched: pass
+def callback(reference): {wait}
+def in_a_callback(*arguments, **options):
+    watched = Watched()
+    reference = weakref.ref(watched, callback)
+    del watched
+def in_python(*arguments, **options): {wait}
+def in_a_library(*arguments, **options):
+    import ctypes
+    print("here", flush=True)
+    ctypes.CDLL(None).sleep(60)
+where = {where!r}
+if where == "callback": data.load_tokenizer = in_a_callback
+if where == "tokenising": data.load_tokenizer = in_python
+if where == "compiling": Program.compile_train_step = in_a_library
+"""
+        process = start(prelude=prelude)
+    for line in process.stdout:
+        if line == "here\n":
+            break
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, error = finish(process, status=130)
+    assert time.monotonic() - begin < 5
+    assert error.splitlines()[-1] == "aborted" and "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_sweep(start, tmp_path):
+    process = start("-m", "seed=1,2", "save_every=0", prelude=SLOWER)
+    wait_for_step(tmp_path / "run" / "seed=1", 2, process)
+    process.send_signal(signal.SIGINT)
+    output, error = finish(process, status=130)
+    assert "stopped by SIGINT after step" in output
+    assert error.splitlines()[-1] == (
+        "error: the sweep was stopped by SIGINT: no other job was started"
+    )
+    assert not (tmp_path / "run" / "seed=2").exists()
+
+
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_status_1(start, tmp_path):
     """A limit on the size of files, set when the first checkpoint is complete."""

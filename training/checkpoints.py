@@ -62,6 +62,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *details: object) -> None:
+        if exception_type is not None and jax.process_count() > 1:
+            if not issubclass(exception_type, (UserError, TrainingFailure)):
+                return  # this process alone failed: the others would not come to the end of a save
         try:
             self._manager.close()
         except Exception as error:

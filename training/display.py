@@ -18,8 +18,18 @@ class Display:
     without control characters, so that a log file stays readable.
     """
 
-    def __init__(self, total_steps: int, *, first_step: int = 0, console: Console | None = None):
-        self._console = console or Console(highlight=False, soft_wrap=True, markup=False)
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+        shown: bool = True,
+    ):
+        """shown: False for all processes of a run but one."""
+        self._console = console or Console(
+            highlight=False, soft_wrap=True, markup=False, quiet=not shown
+        )
         self._total, self._first = total_steps, first_step
         self._started = self._last_line = time.monotonic()
         self._shown = first_step
@@ -30,7 +40,7 @@ class Display:
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not (self._console.is_terminal and shown),
         )
         self._task = self._progress.add_task("compiling", total=total_steps, completed=first_step)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .chunked_loss import chunked_losses
 from .cross_entropy import token_losses
 from .state import Parameters
 
@@ -33,15 +34,30 @@ class Evaluation:
     tokens: int
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="loss_chunks")
 def loss_sum(
-    graphdef: nnx.GraphDef, parameters: Parameters, batch: dict[str, jax.Array]
+    graphdef: nnx.GraphDef,
+    parameters: Parameters,
+    batch: dict[str, jax.Array],
+    *,
+    loss_chunks: int = 1,
 ) -> jax.Array:
-    """Sum of the token losses of a batch of [B, T] arrays: float32 scalar, nats."""
+    """Sum of the token losses of a batch of [B, T] arrays: float32 scalar, nats.
+
+    loss_chunks: parts that the tokens of a device go through head and loss in.
+    """
     model: Any = nnx.merge(graphdef, parameters)
     hidden, _ = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
-    losses = token_losses(model.head(hidden), batch["targets"])
-    return jnp.sum(losses * batch["loss_mask"])
+    if loss_chunks == 1:
+        losses = token_losses(model.head(hidden), batch["targets"])
+        return jnp.sum(losses * batch["loss_mask"])
+
+    def head(parameters: Parameters, hidden: jax.Array) -> jax.Array:
+        model: Any = nnx.merge(graphdef, parameters)
+        return model.head(hidden)
+
+    weights = batch["loss_mask"]
+    return chunked_losses(head, parameters, hidden, batch["targets"], weights, loss_chunks)[1]
 
 
 class Validation:
@@ -52,10 +68,12 @@ class Validation:
         batches: Sequence[dict[str, np.ndarray]],
         token_byte_lengths: np.ndarray,
         place: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]],
+        *,
+        loss_chunks: int = 1,
     ):
         """batches: [B, T] arrays. token_byte_lengths: int [V], UTF-8 bytes that each token stands
-        for. place: puts a batch on the devices."""
-        self._batches, self._place = batches, place
+        for. place: puts a batch on the devices. loss_chunks: see `loss_sum`."""
+        self._batches, self._place, self._loss_chunks = batches, place, loss_chunks
         self._placed: list[dict[str, jax.Array]] = []
         scored = [batch["targets"][batch["loss_mask"] > 0] for batch in batches]
         self.num_tokens = sum(targets.size for targets in scored)
@@ -71,7 +89,10 @@ class Validation:
             raise ValueError("the validation batches hold no targets")
         if not self._placed:
             self._placed = [self._place(batch) for batch in self._batches]
-        sums = [loss_sum(graphdef, parameters, batch) for batch in self._placed]
+        sums = [
+            loss_sum(graphdef, parameters, batch, loss_chunks=self._loss_chunks)
+            for batch in self._placed
+        ]
         nats = math.fsum(float(value) for value in sums)
         bits_per_byte = nats / math.log(2) / self._num_bytes if self._num_bytes else math.nan
         return Evaluation(nats / self.num_tokens, bits_per_byte, self.num_tokens)

@@ -70,12 +70,17 @@ def activation_bytes(
     activation_size: int,
     remat: str,
     on_cpu: bool,
+    loss_chunks: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> int:
     """Bytes that the forward pass leaves for the backward pass, and the largest temporaries.
 
-    tokens: of one microbatch on one device. activation_size: bytes of one activation. Per block and
-    token, with D the width, Q and K the query and key/value widths, F the feed-forward's, times the
-    experts that a token uses:
+    tokens: of one microbatch on one device. activation_size: bytes of one activation. tensor,
+    expert: sizes of these axes of the mesh; the first divides all but the inputs of width D, which
+    every device of it has whole, the second the experts' matrices. Per block and token, with D the
+    width, Q and K the query and key/value widths, F the feed-forward's, times the experts that a
+    token uses:
 
         saved by any policy    D                          the block's input
         linears' inputs        D + Q + D + F              as wgrad wants them
@@ -87,7 +92,8 @@ def activation_bytes(
     remat=save_quantized keeps inputs and weights that are FP4, and outputs unless all is FP32.
     Rounded values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
     Temporaries: one block's activations with their gradients and, for FP4, four float32 arrays as
-    wide as gate and up together; or logits and their gradient, float32 [tokens, V].
+    wide as gate and up together; or logits and their gradient, float32 [tokens / loss_chunks, V],
+    and with several chunks the head's float32 matrix and the gradient of one chunk.
     """
     recipe = get_recipe(recipe)
     width = config.embed_dim
@@ -95,17 +101,20 @@ def activation_bytes(
     key = config.num_kv_heads * config.resolved_head_dim
     experts = config.moe.experts_per_token if config.moe is not None else 1
     hidden = config.mlp_dim * experts
-    copies = config.moe.num_experts if config.moe is not None else 1
+    copies = config.moe.num_experts / expert if config.moe is not None else 1
     weights = width * (2 * query + 2 * key) + 3 * width * config.mlp_dim * copies
 
     rounded_size = 4 if on_cpu else 2
-    saved = width * activation_size
-    inputs = (width * (1 + experts) + query + hidden) * rounded_size
-    rounded_weights = 0 if recipe.is_float32 else weights * rounded_size
-    outputs = (query + 2 * key + width * (1 + experts) + 2 * hidden) * activation_size
-    others = (4 * width + 2 * (query + 2 * key) + 2 * hidden) * activation_size
-    scores = 2 * config.num_heads * sequence_length * 4 if on_cpu else 0  # elsewhere: flash
-    rounding = 4 * 4 * 2 * hidden if recipe.uses_fp4 else 0
+    saved = width * activation_size / tensor
+    inputs = (width * (1 + experts) + (query + hidden) / tensor) * rounded_size
+    rounded_weights = 0 if recipe.is_float32 else weights * rounded_size / tensor
+    outputs = query + 2 * key + width * (1 + experts) + 2 * hidden
+    others = 4 * width + 2 * (query + 2 * key) + 2 * hidden
+    outputs, others = (size * activation_size / tensor for size in (outputs, others))
+    scores = (
+        2 * config.num_heads * sequence_length * 4 / tensor if on_cpu else 0
+    )  # elsewhere: flash
+    rounding = 4 * 4 * 2 * hidden / tensor if recipe.uses_fp4 else 0
 
     fp4, fp32 = recipe.uses_fp4, recipe.is_float32
     whole = saved + inputs + outputs + others
@@ -118,17 +127,21 @@ def activation_bytes(
         "full": (saved, 0),
     }[remat]
     one_block = tokens * (2 * whole + scores + rounding) + 2 * rounded_weights
-    logits = 2 * tokens * config.vocab_size * 4
+    vocabulary = config.vocab_size / tensor
+    logits = 2 * (tokens // loss_chunks) * vocabulary * 4
+    if loss_chunks > 1:
+        logits += 2 * width * vocabulary * 4
     stored = config.num_layers * (tokens * per_token + per_block)
-    return stored + max(one_block, logits)
+    return int(stored + max(one_block, logits))
 
 
-def available_bytes(devices: Sequence[Any]) -> int:
-    """Free memory per device. Devices of one CPU share that machine's memory (or container's)."""
+def available_bytes(devices: Sequence[Any], *, processes: int = 1) -> int:
+    """Free memory per device. Devices of one CPU share that machine's memory (or container's), and
+    so do the processes on it."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return min(_free(device.memory_stats()) for device in devices)
-    return host_available_bytes() // len(devices)
+    return host_available_bytes() // (len(devices) * processes)
 
 
 def _free(stats: dict[str, int] | None) -> int:

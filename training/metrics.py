@@ -21,9 +21,14 @@ TENSORBOARD_FOLDER = "tensorboard"
 class MetricsWriter:
     """Appends rows to `metrics.jsonl`, flushed by the time `write` returns, and to TensorBoard."""
 
-    def __init__(self, run_directory: Path, *, resume_step: int):
-        """resume_step: last step whose rows are kept; those of later steps, which are going to be
+    def __init__(self, run_directory: Path | None, *, resume_step: int):
+        """run_directory: None writes nothing, for all processes but one.
+
+        resume_step: last step whose rows are kept; those of later steps, which are going to be
         run again, are dropped. 0 for a new run."""
+        self._file = None
+        if run_directory is None:
+            return
         from tensorboardX import SummaryWriter
 
         self.path = run_directory / METRICS_FILE
@@ -39,11 +44,14 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
-        self._tensorboard.close()
+        if self._file is not None:
+            self._file.close()
+            self._tensorboard.close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; `row` has "step" and plain numbers."""
+        if self._file is None:
+            return
         clean = {name: _finite(value) for name, value in row.items()}
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import models
+from ..errors import UserError
 from ..numerics import Recipe, choose_backend, get_recipe
 from ..numerics.platform import DeviceKind, compiling_for
 from . import memory
+from .auto_mesh import choose_mesh
+from .chunked_loss import choose_chunks
 from .optimizer import make_optimizer, make_schedule
-from .sharding import batch_sharding, make_mesh, shard_like_parameters
+from .sharding import MeshConfig, batch_sharding, make_mesh, shard_like_parameters
 from .state import Parameters, TrainState, abstract_model, split_model
 from .step import StepConfig, make_train_step
 
@@ -44,27 +48,38 @@ class Program:
     Attributes:
       mesh: over all devices.
       device: what each of them is.
+      mesh_reason: why this one, if it was chosen; else None.
       platform: of the devices, "cpu" or "gpu".
       plan: the model's precision plan.
       backends: where each FP4 linear of a block runs, and why.
       state: the training state as shapes with shardings.
       num_parameters: of the model.
+      loss_chunks: parts that a device's tokens go through head and loss in.
       finish_step: first step of the high-precision-forward finish; never reached without one.
 
     Raises (on construction):
       UserError: if model, mesh, batch or schedule do not fit together.
     """
 
-    def __init__(self, config: TrainConfig, devices: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        devices: Sequence[Any] | None = None,
+        *,
+        available: int | None = None,
+    ):
         """devices: those to run on, by default all of JAX's. Devices of a topology
-        (`jax.experimental.topologies`) can be compiled for, not run on."""
+        (`jax.experimental.topologies`) can be compiled for, not run on. available: bytes of memory
+        per device, by which mesh=auto chooses; by default what is free."""
         self.config = config
         self.recipe = get_recipe(config.precision.recipe)
-        self.mesh = make_mesh(config.mesh, devices)
-        self.device = DeviceKind.of(self.mesh.devices.flat[0])
+        devices = jax.devices() if devices is None else list(devices)
+        self.device = DeviceKind.of(devices[0])
         self.platform = self.device.platform
         model: Any
         model, self._graphdef, parameters = abstract_model(lambda: self._create(self.recipe))
+        mesh_config, self.mesh_reason = self._choose_mesh(parameters, devices, available)
+        self.mesh = make_mesh(mesh_config, devices)
         self.plan, self.backends = model.plan, model.backends
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(parameters))
         finish = config.precision.forward_finish
@@ -83,6 +98,9 @@ class Program:
         self._rows = config.batch_size // self._accumulation
         self._train_batch = self._batch_shapes((self._accumulation, self._rows))
         self._evaluation_batch = self._batch_shapes((self._rows,))
+        tokens = self._train_batch["tokens"]
+        self._tokens_here = math.prod(tokens.sharding.shard_shape(tokens.shape)[1:])
+        self.loss_chunks = self._loss_chunks()
 
     # Memory
 
@@ -90,8 +108,6 @@ class Program:
         """Bytes per device, from shapes alone."""
         config, parameters = self.config, self.state.parameters
         parameter_bytes = memory.sharded_bytes(parameters, self._shardings.parameters)
-        tokens = self._train_batch["tokens"]
-        rows = tokens.sharding.shard_shape(tokens.shape)[1:]  # of a microbatch on one device
         copies = 2 if self._accumulation > 1 else 1  # the sum and the microbatch's own
         return memory.MemoryEstimate(
             parameters=parameter_bytes,
@@ -100,11 +116,14 @@ class Program:
             activations=memory.activation_bytes(
                 config.model,
                 self.recipe,
-                tokens=rows[0] * rows[1],
+                tokens=self._tokens_here,
+                loss_chunks=self.loss_chunks,
                 sequence_length=config.sequence_length,
                 activation_size=jnp.dtype(config.precision.activation_dtype).itemsize,
                 remat=config.remat,
                 on_cpu=self.platform == "cpu",
+                tensor=self.mesh.shape["tensor"],
+                expert=self.mesh.shape["expert"],
             ),
         )
 
@@ -138,6 +157,7 @@ class Program:
                 seed=self.config.seed,
                 clip_norm=self.config.optimizer.clip_norm,
                 auxiliary_weights=self._auxiliary_weights(),
+                loss_chunks=self.loss_chunks,
             ),
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -161,14 +181,25 @@ class Program:
         initial = jax.jit(self._initial, out_shardings=self._shardings, donate_argnums=0)
         return initial(parameters)
 
+    @functools.cached_property
+    def batch_rows(self) -> np.ndarray:
+        """Numbers of the rows of a batch that this process's devices hold, ascending."""
+        in_microbatch = self._rows_here(self._train_batch)
+        first_rows = np.arange(self._accumulation) * self._rows
+        return (first_rows[:, None] + in_microbatch).ravel()
+
     def place(self, batch: Batch) -> dict[str, jax.Array]:
-        """A training batch of [B, T] arrays on the devices, as [A, B / A, T]."""
+        """A training batch on the devices, as [A, B / A, T]; from every process its `batch_rows`,
+        arrays [rows, T]."""
         shape = (self._accumulation, -1, self.config.sequence_length)
-        return self._put({k: v.reshape(shape) for k, v in batch.items()}, self._train_batch)
+        parts = {name: array.reshape(shape) for name, array in batch.items()}
+        return self._put(parts, self._train_batch)
 
     def place_for_evaluation(self, batch: Batch) -> dict[str, jax.Array]:
-        """A validation batch of [B / A, T] arrays on the devices."""
-        return self._put(batch, self._evaluation_batch)
+        """A validation batch on the devices; from every process the whole, arrays [B / A, T]."""
+        rows = self._rows_here(self._evaluation_batch)
+        parts = {name: array[rows] for name, array in batch.items()}
+        return self._put(parts, self._evaluation_batch)
 
     @property
     def evaluation_rows(self) -> int:
@@ -193,6 +224,35 @@ class Program:
     def _initial(self, parameters: Parameters) -> TrainState:
         return TrainState.create(parameters, self._optimizer, self.config.precision.loss_scale)
 
+    def _choose_mesh(
+        self, parameters: Parameters, devices: list[Any], available: int | None
+    ) -> tuple[MeshConfig, str | None]:
+        config = self.config
+        if not config.mesh.is_open or len(devices) == 1:
+            return config.mesh, None
+        first_host = devices[0].process_index
+        choice = choose_mesh(
+            config,
+            parameters,
+            num_devices=len(devices),
+            devices_per_host=sum(device.process_index == first_host for device in devices),
+            available=memory.available_bytes(devices) if available is None else available,
+            on_cpu=self.platform == "cpu",
+        )
+        return choice.config, choice.reason
+
+    def _loss_chunks(self) -> int:
+        chunks, tokens = self.config.loss_chunks, self._tokens_here
+        if chunks is None:
+            vocab_size = self.config.model.vocab_size // self.mesh.shape["tensor"]
+            return choose_chunks(tokens, vocab_size)
+        if tokens % chunks:
+            raise UserError(
+                f"loss_chunks={chunks} does not divide the {tokens} tokens that a device has of a "
+                "microbatch: choose a divisor, or null"
+            )
+        return chunks
+
     def _auxiliary_weights(self) -> tuple[tuple[str, float], ...]:
         moe = self.config.model.moe
         if moe is None:
@@ -210,12 +270,28 @@ class Program:
             for name, dtype in _BATCH_DTYPES.items()
         }
 
+    def _rows_here(self, like: dict[str, jax.ShapeDtypeStruct]) -> np.ndarray:
+        """Rows, the last axis but one, that this process's devices hold of such a batch."""
+        shape = like["tokens"].shape
+        places = like["tokens"].sharding.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([np.arange(shape[-2])[place[-2]] for place in places]))
+
     def _put(self, batch: Batch, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        shardings = {name: like[name].sharding for name in batch}
+        """Arrays [..., rows here, T] of each process, as parts of whole ones, on the devices."""
         if jax.process_count() == 1:
-            return jax.device_put(batch, shardings)
+            return jax.device_put(batch, {name: like[name].sharding for name in batch})
+        rows = self._rows_here(like)
+
+        def part(array: np.ndarray, place: tuple[slice, ...]) -> np.ndarray:
+            *before, of_rows, of_tokens = place
+            begin, end, _ = of_rows.indices(like["tokens"].shape[-2])
+            here = slice(*np.searchsorted(rows, (begin, end)))
+            return array[*before, here, of_tokens]
+
         return {
-            name: jax.make_array_from_process_local_data(shardings[name], array, like[name].shape)
+            name: jax.make_array_from_callback(
+                like[name].shape, like[name].sharding, functools.partial(part, array)
+            )
             for name, array in batch.items()
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,23 +21,29 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 
 
-def prepare_run_directory(config: TrainConfig) -> Path:
-    """Creates the run's folder, `output_dir` or a new one under runs/, and returns it.
+def choose_run_directory(config: TrainConfig) -> Path:
+    """The run's folder: `output_dir`, or a new one under runs/; not created here."""
+    if config.output_dir is not None:
+        return Path(config.output_dir).expanduser()
+    name = f"{config.model.architecture}-{config.precision.recipe}"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    What is in the folder stays as it is until the run begins; only with resume=false what an
+
+@contextlib.contextmanager
+def prepared_run_directory(directory: Path, *, resume: bool) -> Iterator[None]:
+    """Creates the run's folder; when the block fails, removes what nothing has been written to.
+
+    What is in the folder stays as it is until the run begins; only with resume=False what an
     earlier run left there is moved to previous-N/, never deleted.
 
     Raises:
-      UserError: if the folder cannot be made or written to.
+      UserError: if the folder cannot be made or written to, or holds something that is not a run's.
     """
-    if config.output_dir is None:
-        name = f"{config.model.architecture}-{config.precision.recipe}"
-        directory = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    else:
-        directory = Path(config.output_dir).expanduser()
+    checkpoints = directory / FOLDER
+    made = [path for path in (checkpoints, directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not config.resume:
+        if not resume:
             _set_aside(directory)
         write_atomically(directory / ".writable", "")
         (directory / ".writable").unlink()
@@ -43,7 +51,18 @@ def prepare_run_directory(config: TrainConfig) -> Path:
         raise UserError(
             f"output_dir={directory} cannot be written to ({error.strerror}): choose another folder"
         ) from error
-    return directory
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UserError(
+            f"{checkpoints} is a file, and checkpoints go into a folder of that name: move it "
+            "away, or choose another output_dir"
+        )
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: something has been written
+            for path in filter(Path.is_dir, made):
+                path.rmdir()
+        raise
 
 
 def write_config(directory: Path, config: TrainConfig) -> None:

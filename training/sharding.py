@@ -52,6 +52,7 @@ _CONFIG_KEYS = {
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices along each mesh axis; the product is the number of devices. One may be -1: the rest.
+    0 is chosen for the run: the fastest by estimate that fits into the memory (auto_mesh.py).
 
     Attributes:
       data: copies of the model, each with its part of the batch.
@@ -76,16 +77,25 @@ class MeshConfig:
                 "devices; give the other a size"
             )
         for name in AXIS_NAMES:
-            if (size := getattr(self, name)) < 1 and size != -1:
-                raise UserError(f"mesh.{name}={size} must be a positive size, or -1 for the rest")
+            if (size := getattr(self, name)) < -1:
+                raise UserError(
+                    f"mesh.{name}={size} must be a positive size, 0 to be chosen, or -1"
+                )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to choose: see auto_mesh.py."""
+        return any(getattr(self, name) == 0 for name in AXIS_NAMES)
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Size of each axis on this many devices.
+        """Size of each axis on this many devices; of those to be chosen 1, and of fsdp the rest.
 
         Raises:
           UserError: if the sizes and the number of devices do not fit.
         """
         sizes = {name: getattr(self, name) for name in AXIS_NAMES}
+        rest = -1 if sizes["fsdp"] == 0 and -1 not in sizes.values() else 1
+        sizes = {n: size or (rest if n == "fsdp" else 1) for n, size in sizes.items()}
         fixed = math.prod(size for size in sizes.values() if size != -1)
         described = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         for name, size in sizes.items():

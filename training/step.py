@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from .chunked_loss import chunked_losses
 from .cross_entropy import token_losses
 from .loss_scale import DynamicLossScale
 from .state import Parameters, TrainState, is_stacked, path_name
@@ -34,11 +35,13 @@ class StepConfig:
       seed: seed of stochastic rounding.
       clip_norm: largest global gradient norm, None for no clipping.
       auxiliary_weights: weight of each of the model's auxiliary losses in the objective, by name.
+      loss_chunks: parts that the tokens of a device go through head and loss in.
     """
 
     seed: int = 0
     clip_norm: float | None = None
     auxiliary_weights: tuple[tuple[str, float], ...] = ()
+    loss_chunks: int = 1
 
 
 def make_train_step(
@@ -79,12 +82,24 @@ def make_train_step(
             microbatch["positions"],
             rounding_key=rounding_key,
         )
-        losses = token_losses(model.head(hidden), microbatch["targets"])
-        loss = jnp.sum(losses * microbatch["loss_mask"]) / num_tokens
-        total = loss
+        targets, mask = microbatch["targets"], microbatch["loss_mask"]
+        if config.loss_chunks == 1:
+            losses = token_losses(model.head(hidden), targets)
+            loss = jnp.sum(losses * mask) / num_tokens
+            scaled = loss_scale.scale_loss(loss)
+        else:
+            weights = loss_scale.scale_loss(mask / num_tokens)
+            losses, scaled = chunked_losses(
+                head, parameters, hidden, targets, weights, config.loss_chunks
+            )
+            loss = jnp.sum(losses * mask) / num_tokens
         for name, weight in config.auxiliary_weights:
-            total += weight * auxiliary[name] / num_microbatches
-        return loss_scale.scale_loss(total), (loss, auxiliary)
+            scaled += loss_scale.scale_loss(weight * auxiliary[name] / num_microbatches)
+        return scaled, (loss, auxiliary)
+
+    def head(parameters: Parameters, hidden: jax.Array) -> jax.Array:
+        model: Any = nnx.merge(graphdef, parameters)
+        return model.head(hidden)
 
     def gradients_of(
         state: TrainState, batch: Batch, num_tokens: jax.Array

@@ -130,10 +130,8 @@ def test_mixtures_resume_and_share_among_processes(mixed, count, num_workers):
     config = dataclasses.replace(mixed, num_workers=num_workers)
     state = plain.get_state() | {"rows_read": 4 * 37}
     parts = []
-    for index in range(count):
-        part = make_train_iterator(
-            config, ByteTokenizer(), seed=1, process_index=index, process_count=count, **SHAPE
-        )
+    for rows in np.array_split(np.arange(SHAPE["batch_size"]), count):
+        part = make_train_iterator(config, ByteTokenizer(), seed=1, rows=rows, **SHAPE)
         part.set_state(state)
         parts.append([next(part)["tokens"] for _ in range(23)])
         part.close()

@@ -113,8 +113,8 @@ def test_processes_share_the_same_global_batch(byte_config):
     expected = take(train_iterator(byte_config), 30)
     for count in (2, 4):
         parts = [
-            take(train_iterator(byte_config, process_index=index, process_count=count), 30)
-            for index in range(count)
+            take(train_iterator(byte_config, rows=rows), 30)
+            for rows in np.array_split(np.arange(4), count)
         ]
         together = [
             {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
@@ -178,11 +178,6 @@ def test_a_corpus_smaller_than_a_batch(byte_config):
         train_iterator(byte_config, batch_size=4096)
 
 
-def test_a_batch_that_processes_cannot_share(byte_config):
-    with pytest.raises(UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes"):
-        train_iterator(byte_config, process_count=3)
-
-
 def test_validation_scores_every_held_out_token_once(byte_config):
     tokenizer = ByteTokenizer()
     corpus = load_corpus(byte_config, tokenizer)
@@ -199,19 +194,6 @@ def test_validation_batches_are_fixed_and_nested(byte_config):
     assert len(batches) > 2
     two = make_validation_batches(byte_config, tokenizer, **SHAPE, max_batches=2)
     assert_equal(two, batches[:2])
-    parts = [
-        make_validation_batches(
-            byte_config, tokenizer, **SHAPE, process_index=index, process_count=2
-        )
-        for index in range(2)
-    ]
-    assert_equal(
-        [
-            {key: np.concatenate([one[key], other[key]]) for key in one}
-            for one, other in zip(*parts, strict=True)
-        ],
-        batches,
-    )
 
 
 def test_without_a_validation_split_there_are_no_batches(byte_config):

@@ -55,8 +55,8 @@ def test_sizes_that_do_not_fit_are_named(options, devices, message):
 def test_impossible_meshes_are_named():
     with pytest.raises(UserError, match="mesh.data=-1 and mesh.fsdp=-1: only one axis"):
         MeshConfig(data=-1)
-    with pytest.raises(UserError, match="mesh.tensor=0 must be a positive size"):
-        MeshConfig(tensor=0)
+    with pytest.raises(UserError, match="mesh.tensor=-2 must be a positive size, 0 to be chosen"):
+        MeshConfig(tensor=-2)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
