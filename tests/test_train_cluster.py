@@ -194,6 +194,7 @@ def test_processes_that_were_given_different_configurations_are_told_the_key(lau
     assert not other and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_in_several_processes_is_one_line(launch, tmp_path):
     (_, error), (_, other) = finish(
         launch(2, f"output_dir={tmp_path / 'run'}", "mesh.fsdp=3"), status=2
