@@ -73,12 +73,12 @@ def chunked_losses(
             whole[index] = leaf
         return head(jax.tree.unflatten(structure, whole), x)
 
-    axes = tuple(
+    axes: tuple[tuple[str | None, ...], ...] = tuple(
         tuple(None if axis in STORAGE_AXES else axis for axis in logical_axes(names[index]))
         for index in used
     )
     # What a product needs whole is gathered here, once for all chunks.
-    chosen = [constrain(leaves[i], *names) for i, names in zip(used, axes, strict=True)]
+    chosen = [constrain(leaves[i], *logical) for i, logical in zip(used, axes, strict=True)]
     losses, total = _weighted(apply, axes, chunks, chosen, hidden, targets, weights)
     return jax.lax.stop_gradient(losses), total
 

@@ -83,8 +83,8 @@ class ClusterConfig:
             raise UserError(f"cluster.num_processes={self.num_processes} must be at least 1")
         if self.process_id is not None and self.process_id < 0:
             raise UserError(f"cluster.process_id={self.process_id} must not be negative")
-        if None not in (self.process_id, self.num_processes):
-            if self.process_id >= self.num_processes:  # pyright: ignore[reportOptionalOperand]
+        if self.process_id is not None and self.num_processes is not None:
+            if self.process_id >= self.num_processes:
                 raise UserError(
                     f"cluster.process_id={self.process_id} must be below "
                     f"cluster.num_processes={self.num_processes}: they count from 0"

@@ -274,7 +274,8 @@ class Program:
         """Rows, the last axis but one, that this process's devices hold of such a batch."""
         shape = like["tokens"].shape
         places = like["tokens"].sharding.addressable_devices_indices_map(shape).values()
-        return np.unique(np.concatenate([np.arange(shape[-2])[place[-2]] for place in places]))
+        rows = [np.arange(shape[-2])[place[-2]] for place in places if place is not None]
+        return np.unique(np.concatenate(rows))
 
     def _put(self, batch: Batch, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Arrays [..., rows here, T] of each process, as parts of whole ones, on the devices."""
@@ -282,7 +283,8 @@ class Program:
             return jax.device_put(batch, {name: like[name].sharding for name in batch})
         rows = self._rows_here(like)
 
-        def part(array: np.ndarray, place: tuple[slice, ...]) -> np.ndarray:
+        def part(array: np.ndarray, place: tuple[slice, ...] | None) -> np.ndarray:
+            assert place is not None
             *before, of_rows, of_tokens = place
             begin, end, _ = of_rows.indices(like["tokens"].shape[-2])
             here = slice(*np.searchsorted(rows, (begin, end)))

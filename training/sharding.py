@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import UserError
 from ..numerics.partitioning import AXIS_NAMES, MESH_AXES
@@ -143,7 +143,7 @@ def logical_axes(name: str) -> tuple[str | None, ...]:
 
 
 def make_spec(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, name: str
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, name: str
 ) -> PartitionSpec:
     """The mesh axes of an array with these logical axes; `name` is for the message.
 
