@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..training import memory
 from ..training.program import Program
 from .counting import Counts, count
-from .targets import Target, cudnn_of, target_devices
+from .targets import COMPILER_OPTIONS, Target, cudnn_of, target_devices
 
 if TYPE_CHECKING:
     from ..configs.schema import TrainConfig
@@ -69,7 +69,7 @@ def compile_step(config: TrainConfig, target: Target, num_devices: int) -> Compi
     program = Program(config, devices, available=target.memory_bytes)
     try:
         with cudnn_of(target):
-            compiled = program.compile_train_step()
+            compiled = program.lower_train_step().compile(compiler_options=COMPILER_OPTIONS)
     except jax.errors.JaxRuntimeError as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(

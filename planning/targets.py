@@ -46,6 +46,9 @@ _NO_CUDA = {
     "TF_CPP_MIN_LOG_LEVEL": "3",  # what XLA logs when memory is tight is in the result
 }
 
+# For compiling without a GPU: CUB's sort asks a device how much scratch space it wants.
+COMPILER_OPTIONS = {"xla_gpu_enable_cub_radix_sort": False}
+
 
 @dataclass(frozen=True)
 class Target:
