@@ -79,8 +79,9 @@ def diagnose(config: TrainConfig, devices: Sequence[Any] | None = None) -> int:
 def check(config: TrainConfig, devices: Sequence[Any]) -> list[Finding]:
     """What train.py does before it allocates anything, in its order."""
     findings = [Finding("software", f"JAX {jax.__version__}", machine.plugin_fault())]
+    available = memory.available_bytes(devices)
     try:
-        program = Program(config, devices)
+        program = Program(config, devices, available=available)
     except UserError as error:
         return [*findings, Finding("configuration", "", str(error))]
     findings.append(
@@ -88,7 +89,6 @@ def check(config: TrainConfig, devices: Sequence[Any]) -> list[Finding]:
             "configuration", f"{program.num_parameters:,} parameters, {describe_mesh(program.mesh)}"
         )
     )
-    available = memory.available_bytes(list(program.mesh.devices.flat))
     estimate = program.estimate_memory()
     detail = (
         f"{estimate.total / memory.GIB:,.2f} GiB per device by estimate, "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ..models import describe_backends
 from ..training.flops import flops_per_token
 from ..training.memory import GIB, USABLE
 from ..training.sharding import describe_mesh
@@ -128,6 +129,9 @@ class Forecast:
             f"{config.gradient_accumulation} part(s), remat={config.remat}; compiled in "
             f"{self.step.seconds:.0f} s"
         )
+        if self.step.program.mesh_reason is not None:
+            console.print(self.step.program.mesh_reason)
+        console.print(describe_backends(self.step.program.backends))
         console.print(self._memory_table())
         console.print(self._work_table())
         if self.step.counts.work.collectives:

@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..errors import UserError
-from ..models import REMAT_POLICIES, count_parameters
-from ..numerics import get_recipe
-from ..training.memory import GIB, USABLE, activation_bytes
+from ..models import REMAT_POLICIES
+from ..models import create as create_model
+from ..training.auto_mesh import estimate
+from ..training.memory import GIB, USABLE
 from ..training.sharding import MeshConfig
+from ..training.state import Parameters, abstract_model
 from .compilation import compile_step
 from .forecast import Forecast, make_forecast
 from .hardware import HARDWARE
 from .roofline import step_time
 from .targets import Target
-from .workload import expected_work, parameter_counts
+from .workload import expected_work
 
 if TYPE_CHECKING:
     from ..configs.planning import PlanConfig
-
-_ACTIVATION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STATE_BYTES = 4 + 8 + 4  # a parameter, AdamW's two moments, a gradient
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,21 @@ def search(config: PlanConfig, target: Target, console: Console) -> Forecast:
 def rank(config: PlanConfig, target: Target) -> list[Candidate]:
     """All candidates, by estimated seconds; those that are equally fast by memory."""
     hardware = HARDWARE[target.name]
-    num_parameters = count_parameters(config.model)
+    parameters = _parameter_shapes(config)
     candidates = []
     for mesh, parts, remat in itertools.product(
         _meshes(config, target), _divisors(config.batch_size), REMAT_POLICIES
     ):
-        shards = mesh.data * mesh.fsdp * mesh.expert
-        if (config.batch_size // parts) % shards:
-            continue
         changed = dataclasses.replace(config, mesh=mesh, gradient_accumulation=parts, remat=remat)
         sizes = mesh.sizes(config.devices)
+        try:
+            needed = estimate(changed, parameters, sizes, on_cpu=False).total
+        except UserError:  # the mesh does not divide model or batch
+            continue
         seconds = step_time(
             expected_work(changed, sizes), hardware, target.memory_bandwidth
         ).slow_seconds
-        candidates.append(Candidate(changed, _estimated_bytes(changed, num_parameters), seconds))
+        candidates.append(Candidate(changed, needed, seconds))
     return sorted(candidates, key=lambda c: (round(c.estimated_seconds, 4), c.estimated_bytes))
 
 
@@ -131,28 +132,16 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _estimated_bytes(config: PlanConfig, num_parameters: int) -> float:
-    """Per device: state, gradients and activations."""
-    mesh, parts = config.mesh, config.gradient_accumulation
-    counts = parameter_counts(config.model)
-    share = counts["experts"] / (counts["shared"] + counts["experts"])
-    local = num_parameters * ((1 - share) + share / mesh.expert) / (mesh.fsdp * mesh.tensor)
-    tokens = config.batch_size * config.sequence_length / parts
-    tokens /= mesh.data * mesh.fsdp * mesh.expert
-    state = (_STATE_BYTES + (4 if parts > 1 else 0)) * local
-    return (
-        state
-        + activation_bytes(
-            config.model,
-            get_recipe(config.precision.recipe),
-            tokens=int(tokens),
-            sequence_length=config.sequence_length,
-            activation_size=_ACTIVATION_BYTES[config.precision.activation_dtype],
-            remat=config.remat,
-            on_cpu=False,
+def _parameter_shapes(config: PlanConfig) -> Parameters:
+    """The model's parameters as shapes; they depend on no mesh."""
+    precision = config.precision
+
+    def create() -> nnx.Module:
+        return create_model(
+            config.model, recipe=precision.recipe, rules=precision.rules, rngs=nnx.Rngs(0)
         )
-        / mesh.tensor
-    )
+
+    return abstract_model(create)[2]
 
 
 def _try(config: PlanConfig, target: Target) -> Forecast | UserError:

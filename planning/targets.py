@@ -160,12 +160,18 @@ def target_devices(name: str, count: int) -> list[Any]:
             f"devices={count}: {name} comes in hosts of {per_host}: give a multiple of {per_host}"
         )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    description = topologies.get_topology_desc(
-        topology_name="",
-        platform="cuda",
-        target_config=target.text,
-        topology=f"1x{count // per_host}x{per_host}",  # partitions x hosts x devices of a host
-    )
+    try:
+        description = topologies.get_topology_desc(
+            topology_name="",
+            platform="cuda",
+            target_config=target.text,
+            topology=f"1x{count // per_host}x{per_host}",  # partitions x hosts x devices of a host
+        )
+    except NotImplementedError as error:  # JAX looked for the plugin before we said how
+        raise UserError(
+            f"target={name}: JAX started without its CUDA plugin: set "
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before anything asks JAX for devices"
+        ) from error
     return list(description.devices)
 
 
