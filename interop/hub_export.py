@@ -17,9 +17,10 @@ from .hub_config import hub_config
 from .hub_directory import INDEX, SINGLE
 from .layout import Parameter, Piece
 from .output_directory import Progress, begin, copy_files, output_directory
+from .parallel import in_parallel
 from .parameter_files import chunk_rows
 from .safetensors_files import SafetensorsWriter
-from .weights import FLOATS, check_finite
+from .weights import FLOATS, check_finite, finite_check
 
 SHARD_BYTES = 5_000_000_000
 
@@ -67,15 +68,20 @@ def export_plain(
     """Writes these parameters' tensors, one slab or part of one at a time."""
     sizes = (math.prod(p.shape) * source.reader.dtypes[p.name].itemsize for p in parameters)
     done = begin(progress, sum(sizes))
-    jobs = ((parameter, leading) for parameter in parameters for leading in parameter.slabs())
-    for parameter, leading in jobs:
+
+    def convert(job: tuple[Parameter, tuple[int, ...]]) -> None:
+        parameter, leading = job
         pieces = source.layout.pieces(parameter, leading)
         for first, piece, data in _slab_parts(source, parameter, leading, pieces):
-            check_finite(data, piece.name)
-            done(data.nbytes)
             writers[piece.name].write(
-                piece.name, cast(data, dtypes[piece.name], piece.name), first=first
+                piece.name,
+                cast(data, dtypes[piece.name], piece.name),
+                first=first,
+                check=finite_check(piece.name),
             )
+            done(data.nbytes)
+
+    in_parallel(convert, ((p, leading) for p in parameters for leading in p.slabs()))
 
 
 def _slab_parts(
@@ -101,9 +107,10 @@ def _slab_parts(
 
 
 def cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """`array` rounded once to `dtype`; UserError where a finite value becomes infinite."""
+    """`array` rounded once to `dtype`; UserError where a value is not finite or becomes so."""
     if array.dtype == dtype:
         return array
+    check_finite(array, name)
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
     if dtype.itemsize < array.dtype.itemsize and not np.isfinite(result).all():

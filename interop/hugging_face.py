@@ -28,12 +28,14 @@ from .hub_config import model_config
 from .hub_directory import open_hub_directory
 from .layout import LayerSegment, Layout, Parameter, Piece
 from .output_directory import Progress, begin, copy_files, output_directory
+from .parallel import in_parallel
 from .parameter_files import ParameterWriter, chunk_rows
 from .weights import (
     Weights,
     check_finite,
     check_tensors,
     check_tied_head,
+    finite_check,
     hub_weights,
 )
 
@@ -156,19 +158,24 @@ def write_parameters(
     """Writes every parameter of the layout from Hugging Face weights, in their dtype."""
     writer = ParameterWriter(folder)
     done = begin(progress, _size(weights, layout))
+    dtypes = {p.name: _stored_dtype(weights, layout, p) for p in layout.parameters}
     for parameter in layout.parameters:
-        dtype = _stored_dtype(weights, layout, parameter)
+        writer.add(parameter, dtypes[parameter.name])
+
+    def convert(job: tuple[Parameter, tuple[int, ...]]) -> None:
+        parameter, leading = job
+        dtype = dtypes[parameter.name]
         rows = chunk_rows(parameter, dtype)
-        writer.add(parameter, dtype)
-        for leading in parameter.slabs():
-            pieces = layout.pieces(parameter, leading)
-            tensors = [weights.read(piece.name) for piece in pieces]
-            for start in range(0, parameter.slab_shape[0], rows):
-                data = _chunk(parameter, pieces, tensors, start, start + rows)
-                check_finite(data, " or ".join(piece.name for piece in pieces))
-                data = data.astype(dtype, copy=False)
-                writer.write(parameter, leading, start // rows, data)
-                done(data.nbytes)
+        pieces = layout.pieces(parameter, leading)
+        tensors = [weights.read(piece.name) for piece in pieces]
+        for start in range(0, parameter.slab_shape[0], rows):
+            data = _chunk(parameter, pieces, tensors, start, start + rows)
+            data = data.astype(dtype, copy=False)
+            check = finite_check(" or ".join(piece.name for piece in pieces))
+            writer.write(parameter, leading, start // rows, data, check=check)
+            done(data.nbytes)
+
+    in_parallel(convert, ((p, leading) for p in layout.parameters for leading in p.slabs()))
     writer.finish()
 
 

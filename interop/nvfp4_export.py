@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +28,7 @@ from .hub_export import (
 from .layout import Parameter, Piece
 from .nvfp4 import global_scale, pack
 from .output_directory import Progress, begin, output_directory
+from .parallel import in_parallel
 from .weights import check_finite
 
 FORMATS: dict[str, ModuleType] = {"nvfp4": compressed_tensors, "modelopt-nvfp4": modelopt}
@@ -36,7 +36,6 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _UINT8 = np.dtype(np.uint8)
-_WORKERS = 2  # one reads or writes while another computes; more only hold more memory
 SCALE_ARITHMETIC = ("float32", "bfloat16")
 
 
@@ -110,7 +109,7 @@ def to_nvfp4(
                     writers[name].write(name, array)
                 done(slab.nbytes)
 
-            _in_parallel(convert, ((p, leading) for p in quantized for leading in p.slabs()))
+            in_parallel(convert, ((p, leading) for p in quantized for leading in p.slabs()))
             for name, array in _calibrated(source, quantized, options).items():
                 writers[name].write(name, array)
         config = {**export_config(source, "bfloat16"), "dtype": "bfloat16"}
@@ -224,17 +223,3 @@ def _bytes(source: Checkpoint) -> int:
         math.prod(shape) * source.reader.dtypes[name].itemsize
         for name, shape in source.reader.shapes.items()
     )
-
-
-def _in_parallel(function: Callable[[Any], None], jobs: Iterator[Any]) -> None:
-    """Runs the jobs in a few threads, never more of them begun than there are threads."""
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        running: set[Future[None]] = set()
-        for job in jobs:
-            running.add(pool.submit(function, job))
-            if len(running) == _WORKERS:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()  # an exception ends the loop; the pool waits for the rest
-        for future in running:
-            future.result()

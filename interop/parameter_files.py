@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from .array_files import Check, write_array
 from .layout import Index, Parameter
 
 _CHUNK_BYTES = 128 * 2**20
@@ -70,7 +71,13 @@ class ParameterWriter:
         })  # fmt: skip
 
     def write(
-        self, parameter: Parameter, leading: tuple[int, ...], chunk: int, data: np.ndarray
+        self,
+        parameter: Parameter,
+        leading: tuple[int, ...],
+        chunk: int,
+        data: np.ndarray,
+        *,
+        check: Check = None,
     ) -> None:
         """Writes chunk number `chunk` along the first stored axis of one slab. Thread-safe."""
         index = [0] * len(parameter.shape)
@@ -78,9 +85,7 @@ class ParameterWriter:
         index[parameter.leading + parameter.order[0]] = chunk
         name = ".".join(["c", *map(str, index)])
         with (self.folder / parameter.name / name).open("wb", buffering=0) as file:
-            view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-            while view:
-                view = view[file.write(view) :]
+            write_array(file.fileno(), data, check=check)
 
     def finish(self) -> None:
         """Writes what tells Orbax that these are arrays of one tree."""

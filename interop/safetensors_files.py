@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import struct
 import threading
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import UserError
+from .array_files import Check, write_array
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -165,18 +165,14 @@ class SafetensorsWriter:
         unwritten = [name for name, nbytes in self._missing.items() if nbytes]
         assert exception_type is not None or not unwritten, unwritten[:3]
 
-    def write(self, name: str, array: np.ndarray, *, first: int = 0) -> None:
+    def write(self, name: str, array: np.ndarray, *, first: int = 0, check: Check = None) -> None:
         """Writes a tensor, or those of its rows that begin at element `first`. Thread-safe.
 
-        The caller has checked dtype and shape.
+        The caller has checked dtype and shape. check: as of `write_array`.
         """
         place, nbytes = self._places[name]
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         begin = first * array.itemsize
-        assert begin + len(data) <= nbytes, name
+        assert begin + array.nbytes <= nbytes, name
+        write_array(self._file.fileno(), array, self._start + place + begin, check=check)
         with self._lock:
-            self._missing[name] -= len(data)
-        offset = self._start + place + begin
-        while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
+            self._missing[name] -= array.nbytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -127,3 +128,8 @@ def check_finite(array: np.ndarray, name: str) -> None:
             values = part.view(array.dtype).astype(np.float32)
             kind = "NaN" if np.isnan(values).any() else "an infinite value"
             raise UserError(f"tensor {name!r} holds {kind}: the checkpoint is damaged or diverged")
+
+
+def finite_check(name: str) -> Callable[[np.ndarray], None]:
+    """`check_finite` of the blocks of one tensor, for `write_array`."""
+    return functools.partial(check_finite, name=name)

@@ -229,10 +229,10 @@ def test_full_disk_before_it_begins(folder, monkeypatch):
 def test_full_disk_in_the_middle(folder, monkeypatch):
     write = module.ParameterWriter.write
 
-    def fill(self, parameter, *arguments):
+    def fill(self, parameter, *arguments, **options):
         if parameter.kind == "down":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, parameter, *arguments)
+        write(self, parameter, *arguments, **options)
 
     monkeypatch.setattr(module.ParameterWriter, "write", fill)
     refused(folder, r"could not be written \(No space left on device\), nothing is left of it")
