@@ -1,7 +1,8 @@
 """Checkpoints in and out: `python convert.py from-hf DIR OUT`; `--help` lists the rest.
 
-Exit status: 0 when done, 1 when `verify` found differences, 2 for a mistake in the command or a
-damaged source, 130 when interrupted. Nothing is left of an output that was not completed.
+Exit status: 0 when done, 1 when `verify` found differences or the system failed, 2 for a mistake in
+the command or a damaged source, 130 when interrupted. Nothing is left of an output that was not
+completed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.progress import (
 )
 
 from fp4zoo import interop
-from fp4zoo.errors import UserError
+from fp4zoo.errors import UserError, discard_output
 from fp4zoo.interop.calibration import Calibration, calibrate
 from fp4zoo.interop.checkpoint import open_checkpoint
 from fp4zoo.interop.inspection import describe
@@ -43,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head`: what is left to print must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head`
+        discard_output()
         return 0
+    except OSError as error:  # such as a full disk behind stdout
+        discard_output()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
@@ -72,6 +77,8 @@ def _from_gguf(options: argparse.Namespace) -> int:
 def _to_hf(options: argparse.Namespace) -> int:
     if not 0 < options.shard_gb < math.inf:
         raise UserError(f"--shard-gb {options.shard_gb} must be a positive number of gigabytes")
+    if options.text is not None and options.activations is None:
+        raise UserError("--text is for --activations calibrated: give both or neither")
     shard_bytes = round(options.shard_gb * 1e9)
     if options.format == "plain":
         for key in ("activations", "kv_cache", "scales"):
@@ -133,6 +140,8 @@ def _tokens(options: argparse.Namespace, source):
     """Tokens of --text, or of a module of this Python's standard library."""
     path = Path(argparse.__file__ if options.text is None else options.text)
     try:
+        if not path.is_file():  # a device may never end
+            raise ValueError("not a file")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"--text={path} cannot be read ({error}): give a UTF-8 file") from error
@@ -173,6 +182,18 @@ class _OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}: --help shows the usage")
 
 
+def _path(text: str) -> str:
+    """A path as the system can take it, with ~ replaced."""
+    try:
+        path = str(Path(text).expanduser())
+        os.fsencode(path)
+        if not text or "\0" in text:
+            raise ValueError("no path")
+    except (RuntimeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path ({error})") from error
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(prog="convert.py", description="Checkpoints in and out.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -180,9 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run, source: str, output: str | None, text: str):
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        sub.add_argument("source", metavar=source)
+        sub.add_argument("source", metavar=source, type=_path)
         if output is not None:
-            sub.add_argument("output", metavar=output)
+            sub.add_argument("output", metavar=output, type=_path)
         return sub
 
     sub = command(
@@ -193,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("from-gguf", _from_gguf, "FILE", "OUT", "a GGUF file into ours")
     sub.add_argument(
         "--tokenizer",
+        type=_path,
         metavar="DIR",
         help="folder with tokenizer files to take in place of the file's own",
     )
@@ -207,12 +229,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--scales", choices=["float32", "bfloat16"],
                      help="arithmetic of compressed-tensors' scales; bfloat16 is llm-compressor's "
                      "for bfloat16 weights")  # fmt: skip
-    sub.add_argument("--text", metavar="FILE", help="calibration text; default: Python source")
+    sub.add_argument(
+        "--text", type=_path, metavar="FILE", help="calibration text; default: Python source"
+    )
     sub.add_argument("--shard-gb", type=float, default=5.0, metavar="GB",
                      help="split the weights over files of this size")  # fmt: skip
     command("inspect", _inspect, "PATH", None, "what a checkpoint, folder or file is")
     sub = command("verify", _verify, "CKPT", "DIR", "a folder against the checkpoint it came from")
-    sub.add_argument("--text", metavar="FILE", help="text to compare predictions on")
+    sub.add_argument("--text", type=_path, metavar="FILE", help="text to compare predictions on")
     sub.add_argument("--all", action="store_true", help="list every differing tensor")
     return parser
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
+import sys
 from collections.abc import Iterable
 
 
@@ -62,3 +64,8 @@ def check_sizes(owner: str, **sizes: object) -> None:
             valid = False
         if not valid or isinstance(value, bool):
             raise UserError(f"{owner}: {name}={value!r} must be a positive integer")
+
+
+def discard_output() -> None:
+    """Sends the rest of stdout nowhere, so that what could not be printed does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

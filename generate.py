@@ -1,7 +1,7 @@
 """Text from a checkpoint: `python generate.py checkpoint=DIR prompt='def main():'`.
 
-The prompt and what follows it go to stdout, all else to stderr. Exit status: 0, or 2 for a mistake
-in the command.
+The prompt and what follows it go to stdout, all else to stderr. Exit status: 0, 1 when the system
+failed, 2 for a mistake in the command, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp4zoo import interop
 from fp4zoo.configs import cli
 from fp4zoo.configs.generation import GenerateConfig
 from fp4zoo.data import Tokenizer, load_tokenizer_file
-from fp4zoo.errors import UserError
+from fp4zoo.errors import UserError, discard_output
 from fp4zoo.interop.checkpoint import open_checkpoint
 from fp4zoo.interop.loading import load_model, load_tokenizer_of
 from fp4zoo.models import Decoder, PrecisionRules
@@ -34,7 +34,17 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: sys.argv's) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return cli.run(generate, [_quoted(argument) for argument in arguments], "generate")
+    try:
+        return cli.run(generate, [_quoted(argument) for argument in arguments], "generate")
+    except BrokenPipeError:  # `| head`
+        discard_output()
+        return 0
+    except OSError as error:  # such as a full disk behind stdout
+        discard_output()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def generate(config: GenerateConfig) -> int:
@@ -79,7 +89,10 @@ def load_source(config: GenerateConfig) -> Source:
     Raises:
       UserError: there is none, or no tokenizer came with it.
     """
-    path = Path(config.checkpoint).expanduser()
+    try:
+        path = Path(config.checkpoint).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise UserError(f"checkpoint={config.checkpoint}: {error}") from error
     if (path / "config.json").is_file():
         model = interop.load_hugging_face(
             path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +40,12 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} is too small: at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature:g} must be 0 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature:g} must be 0 or more, and finite")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("prompt is not valid UTF-8: write it as text") from error
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p:g} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**32:

@@ -36,7 +36,10 @@ class TokenizerSettings:
         for values in self._values():
             if key in values:
                 token = values[key]
-                return token.get("content") if isinstance(token, dict) else token
+                spelled = token.get("content") if isinstance(token, dict) else token
+                if spelled is not None and not isinstance(spelled, str):
+                    raise UserError(f"{key}={token!r} beside the tokenizer should be a text")
+                return spelled
         return None
 
     def chat_template(self) -> str | None:
@@ -46,7 +49,8 @@ class TokenizerSettings:
         for values in self._values():
             template = values.get("chat_template")
             if isinstance(template, list):
-                named = {entry["name"]: entry["template"] for entry in template}
+                named = [entry for entry in template if isinstance(entry, dict)]
+                named = {entry.get("name"): entry.get("template") for entry in named}
                 template = named.get("default")
             if isinstance(template, str):
                 return template
@@ -63,7 +67,7 @@ class TokenizerSettings:
             if name in self.files:
                 try:
                     values = json.loads(self.files[name])
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{name} is not JSON ({error}): download it again") from error
                 if not isinstance(values, dict):
                     raise UserError(f"{name} holds no JSON object: download it again")

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..models import ModelConfig, MoEConfig, RopeScaling
+from ..errors import UserError, check_choice, check_sizes
+from ..models import ModelConfig, MoEConfig, PrecisionRules, RopeScaling
+from ..numerics import get_recipe
 from ..training.checkpoints import CONFIG, FOLDER, PARAMETERS, find_checkpoint, read_config
 from .layout import LayerSegment, Layout
 from .parameter_files import ParameterReader
+from .weights import FLOATS
 
 TOKENIZER_FOLDER = "tokenizer"
 HUB_FOLDER = "hugging_face"
@@ -40,6 +42,13 @@ class Conversion:
     dtype: str
     other_dtypes: dict[str, str]
     config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_sizes("conversion", vocab_size=self.vocab_size)
+        for dtype in (self.dtype, *self.other_dtypes.values()):
+            check_choice("conversion.dtype", dtype, FLOATS)
+        if not isinstance(self.config, dict):
+            raise UserError(f"conversion.config={self.config!r} is no object")
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     step = find_checkpoint(path)
     settings = read_config(step)
-    model = model_from(settings["model"])
-    conversion = settings.get("conversion")
-    conversion = None if conversion is None else Conversion(**conversion)
+    try:
+        model, conversion = _interpret(settings)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{step}: the configuration of the checkpoint is damaged ({error}): convert or train "
+            "it again"
+        ) from error
     reader = ParameterReader(step / PARAMETERS)
     layout = Layout(
         model,
@@ -95,6 +108,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"configuration says {wanted.get(name, 'absent')}: the checkpoint is damaged"
             )
     return Checkpoint(step, model, settings, conversion, reader, layout)
+
+
+def _interpret(settings: dict[str, Any]) -> tuple[ModelConfig, Conversion | None]:
+    model = model_from(settings["model"])
+    precision = settings.get("precision")
+    if precision is not None:
+        get_recipe(precision["recipe"])
+        PrecisionRules(**precision["rules"])
+    if settings.get("conversion") is None:
+        return model, None
+    conversion = Conversion(**settings["conversion"])
+    if conversion.vocab_size > model.vocab_size:
+        raise UserError(f"a vocabulary of {conversion.vocab_size} in {model.vocab_size} rows")
+    return model, conversion
 
 
 def write_settings(folder: Path, model: ModelConfig, conversion: Conversion) -> None:

@@ -15,6 +15,8 @@ from ..data import load_tokenizer_file
 from ..errors import UserError, did_you_mean
 from ..layers.rope import RopeScaling, rope_frequencies
 from ..models import ModelConfig, MoEConfig
+from .config_reader import ConfigReader
+from .gguf_header import check_header
 from .gguf_tokenizer import gguf_tokenizer
 from .hub_config import hub_config
 from .hub_directory import tokenizer_files
@@ -87,7 +89,9 @@ def from_gguf(
     check_tensors(weights, Layout(file.model), file.path)
     files = _tokenizer_files(file, tokenizer)
     origin = Origin(hub_config(file.model, "float32"), files, [])
-    return write_checkpoint(weights, file.model, origin, output, progress=progress)
+    return write_checkpoint(
+        weights, file.model, origin, output, source=file.path, progress=progress
+    )
 
 
 def _tokenizer_files(file: GGUFFile, folder: str | Path | None) -> dict[str, bytes]:
@@ -121,6 +125,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         raise UserError("GGUF files need the gguf package: pip install 'fp4zoo[gguf]'") from error
     path = Path(path).expanduser().absolute()
     try:
+        check_header(path)
         reader = GGUFReader(str(path))
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
@@ -220,47 +225,43 @@ def _model(
     metadata: dict[str, Any], tensors: dict[str, GGUFTensor], path: Path
 ) -> tuple[str, ModelConfig]:
     kind = metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise UserError(
             f"{path}: architecture {kind!r} cannot be converted"
             f"{did_you_mean(str(kind), _ARCHITECTURES)}"
         )
-
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{kind}.{key}", default)
-        if value is None:
-            raise UserError(f"{path} lacks {kind}.{key}: the file is damaged or too old")
-        return value
-
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling not in ("none", ""):
-        raise UserError(f"{path}: rope scaling {scaling!r} is not supported")
-    heads, dim = get("attention.head_count"), get("embedding_length")
-    experts = metadata.get(f"{kind}.expert_count", 0)
+    prefix = f"{kind}."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items()
+              if key.startswith(prefix)}  # fmt: skip
+    get = ConfigReader(values, f"{path}: {kind}")
+    get.only("rope.scaling.type", "none", "none", "")
+    heads, dim = get.number("attention.head_count"), get.number("embedding_length")
+    experts = get.number("expert_count") if get.value("expert_count", 0) else 0
     architecture = _ARCHITECTURES[kind]
     if architecture == "llama" and experts:
         architecture = "mixtral"
-    width = get("expert_feed_forward_length") if kind == "qwen3moe" else get("feed_forward_length")
-    head_dim = int(get("attention.key_length", dim // heads))
-    theta = float(get("rope.freq_base", 10_000.0))
+    width = "expert_feed_forward_length" if kind == "qwen3moe" else "feed_forward_length"
+    head_dim = get.number("attention.key_length", default=max(1, dim // heads))
+    theta = get.real("rope.freq_base", default=10_000.0)
+    window = "attention.sliding_window"
     return kind, ModelConfig(
         architecture,
         vocab_size=tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 1,
-        num_layers=get("block_count"),
+        num_layers=get.number("block_count"),
         embed_dim=dim,
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=get.number("attention.head_count_kv", default=heads),
         head_dim=head_dim,
-        mlp_dim=width,
-        max_positions=get("context_length"),
+        mlp_dim=get.number(width),
+        max_positions=get.number("context_length"),
         rope_theta=theta,
         rope_scaling=_rope_scaling(tensors.get(_ROPE_FACTORS), head_dim, theta, path),
-        sliding_window=metadata.get(f"{kind}.attention.sliding_window"),
-        norm_epsilon=float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),  # stored in float32
+        sliding_window=get.number(window) if window in values else None,
+        norm_epsilon=float(f"{get.real('attention.layer_norm_rms_epsilon'):.6g}"),  # from float32
         tie_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
         qk_norm=kind in ("qwen3", "qwen3moe"),
-        moe=MoEConfig(experts, get("expert_used_count")) if experts else None,
+        moe=MoEConfig(experts, get.number("expert_used_count")) if experts else None,
     )
 
 

@@ -78,7 +78,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerSource |
     if model in (None, "none", "no_vocab"):
         return None
     makers = {"llama": _sentencepiece, "gpt2": _byte_level}
-    if model not in makers:
+    if not isinstance(model, str) or model not in makers:
         raise UserError(
             f"{path}: its tokenizer is of the kind {model!r}, which is not known"
             f"{did_you_mean(str(model), makers)}: {_REMEDY}"
@@ -205,7 +205,7 @@ def _byte_level(vocabulary: _Vocabulary) -> TokenizerSource:
     from ..data.hugging_face_tokenizer import HuggingFaceTokenizer
 
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _WORD_RULES:
+    if not isinstance(name, str) or name not in _WORD_RULES:
         raise vocabulary.fail(
             f"splits words by {name!r}, which is not known{did_you_mean(str(name), _WORD_RULES)}"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import UserError, did_you_mean
 from ..models import ModelConfig, MoEConfig, RopeScaling
+from .config_reader import ConfigReader
 
 # What a file may say without changing the logits of a forward pass.
 _IRRELEVANT = {
@@ -76,7 +77,7 @@ def model_config(config: dict[str, Any], where: str) -> ModelConfig:
       UserError: an unknown architecture or key, a value that our models do not have, a missing key.
     """
     model_type = config.get("model_type")
-    if model_type not in _DEFAULTS:
+    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
         raise UserError(
             f"{where}: model_type={model_type!r} is not an architecture that can be converted"
             f"{did_you_mean(str(model_type), _DEFAULTS)}"
@@ -89,7 +90,7 @@ def model_config(config: dict[str, Any], where: str) -> ModelConfig:
             f"{where}: key {unknown[0]!r} is unknown for a {model_type} and might change what it "
             "computes: remove it if you know that it does not"
         )
-    get = _Reader({**_DEFAULTS[model_type], **config}, where)
+    get = ConfigReader({**_DEFAULTS[model_type], **config}, where)
     get.only("hidden_act", "silu", "silu", "swish")
     get.only("partial_rotary_factor", 1.0, 1.0)
     get.only("rope_interleaved", False, False)
@@ -105,13 +106,13 @@ def model_config(config: dict[str, Any], where: str) -> ModelConfig:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "sliding_window": _sliding_window(get, model_type),
-        "norm_epsilon": float(get.value("rms_norm_eps", None)),
+        "norm_epsilon": get.real("rms_norm_eps"),
         "tie_embeddings": get.flag("tie_word_embeddings"),
         "mlp_bias": get.flag("mlp_bias"),
         "attention_bias": model_type == "qwen2" or get.flag("attention_bias"),
         "qk_norm": model_type in ("qwen3", "qwen3_moe"),
     }
-    head_dim = get.number("head_dim", default=0) or common["embed_dim"] // heads
+    head_dim = get.number("head_dim", default=max(1, common["embed_dim"] // heads))
     architecture = "llama" if model_type == "mistral" else model_type
     if not mixture:
         return ModelConfig(
@@ -205,44 +206,13 @@ def _check_expressible(config: ModelConfig, model_type: str) -> None:
             )
 
 
-class _Reader:
-    """Reads values of the right type out of a config.json, or says which key is wrong."""
-
-    def __init__(self, values: dict[str, Any], where: str):
-        self.values, self.where = values, where
-
-    def value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def number(self, key: str, *, default: int | None = None) -> int:
-        value = self.value(key, default)
-        if type(value) is not int or value < 0:
-            raise UserError(f"{self.where}: {key}={value!r} should be a positive whole number")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.value(key, False)
-        if not isinstance(value, bool):
-            raise UserError(f"{self.where}: {key}={value!r} should be true or false")
-        return value
-
-    def only(self, key: str, default: Any, *supported: Any) -> None:
-        """Raises unless the key has a value that our models compute."""
-        value = self.value(key, default)
-        if value not in supported:
-            raise UserError(
-                f"{self.where}: {key}={value!r} is not supported, only {supported[0]!r}: this "
-                "model cannot be converted"
-            )
-
-
-def _rope(get: _Reader) -> tuple[float, RopeScaling | None]:
+def _rope(get: ConfigReader) -> tuple[float, RopeScaling | None]:
     """rope_theta and scaling from rope_parameters (transformers 5) or the two older keys."""
     rope = get.value("rope_parameters", get.value("rope_scaling", {}))
     if not isinstance(rope, dict):
         raise UserError(f"{get.where}: rope_parameters={rope!r} should be an object")
-    theta = rope.get("rope_theta", get.value("rope_theta", 10_000.0))
+    inner = ConfigReader({"rope_theta": get.values.get("rope_theta"), **rope}, get.where)
+    theta = inner.real("rope_theta", default=get.value("rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     allowed = {"rope_type", "type", "rope_theta"}
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -261,20 +231,25 @@ def _rope(get: _Reader) -> tuple[float, RopeScaling | None]:
         raise UserError(f"{get.where}: {unknown[0]!r} in the rope parameters is not supported")
     scaling = None
     if kind == "llama3":
-        factors = [float(rope[key]) for key in llama3[:3]]
-        scaling = RopeScaling(*factors, original_max_positions=int(rope[llama3[3]]))
-    return float(theta), scaling
+        factors = [inner.real(key) for key in llama3[:3]]
+        scaling = RopeScaling(*factors, original_max_positions=inner.number(llama3[3]))
+    return theta, scaling
 
 
 def _whole(rope: dict[str, Any]) -> bool:
     return rope.get("partial_rotary_factor") == 1.0
 
 
-def _sliding_window(get: _Reader, model_type: str) -> int | None:
+def _sliding_window(get: ConfigReader, model_type: str) -> int | None:
     """The window of all layers; a null in the file is no window, whatever the default."""
-    window = get.values.get("sliding_window")
+    window = None
+    if get.values.get("sliding_window") is not None:
+        window = get.number("sliding_window")
     switched = get.value("use_sliding_window", model_type in ("mistral", "mixtral"))
-    kinds = set(get.value("layer_types", []))
+    listed = get.value("layer_types", [])
+    if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
+        raise get.wrong("layer_types", listed, "a list of names")
+    kinds = set(listed)
     if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
         raise UserError(
             f"{get.where}: layer_types={sorted(kinds)}: layers of different kinds are not supported"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .config_reader import parse_object
 from .safetensors_files import TensorEntry, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -68,14 +68,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; UserError when it is missing or is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): it is needed") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: download it again")
-    return value
+        raise UserError(f"{path} is not a JSON object ({error}): download it again") from error
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -111,9 +108,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _inside(folder: Path, name: str) -> Path:
     """The file, which must exist and be in the folder, or in the cache that the folder is of."""
     file = folder / name
-    if not file.exists():
-        raise UserError(f"{file} is missing: {INDEX} lists it; download it")
-    target, home = file.resolve(), folder.resolve()
+    try:
+        target, home = file.resolve(strict=True), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # also a link to itself, no name
+        raise UserError(f"{file} is missing or cannot be opened: download it") from error
     # Hugging Face's cache: models--X/snapshots/REVISION/name links to models--X/blobs/HASH.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if target.parent != home and (blobs is None or target.parent != blobs):

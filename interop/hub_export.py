@@ -49,7 +49,7 @@ def to_hugging_face(
     shapes = source.layout.tensor_shapes()
     tensors = {name: (dtypes[name], shapes[name]) for name in shapes}
     total = sum(t.itemsize * math.prod(shape) for t, shape in tensors.values())
-    with output_directory(Path(output), needed_bytes=total) as folder:
+    with output_directory(Path(output), source=source.folder, needed_bytes=total) as folder:
         with hub_writers(folder, tensors, shard_bytes) as writers:
             export_plain(source, writers, dtypes, list(source.layout.parameters), progress)
         config = export_config(source, dtype)

@@ -63,8 +63,9 @@ def from_hugging_face(
     files = {file.name: file.read_bytes() for file in directory.tokenizer_files()}
     origin = Origin(directory.config, files, directory.other_files())
     return write_checkpoint(
-        weights, config, origin, output, pad_vocabulary=pad_vocabulary, progress=progress
-    )
+        weights, config, origin, output, source=directory.path, pad_vocabulary=pad_vocabulary,
+        progress=progress,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def write_checkpoint(
     origin: Origin,
     output: str | Path,
     *,
+    source: Path,
     pad_vocabulary: int = 1,
     progress: Callable[[int], Progress] | None = None,
 ) -> Path:
@@ -92,7 +94,8 @@ def write_checkpoint(
     padded = vocab_size + -vocab_size % pad_vocabulary
     layout = Layout(dataclasses.replace(config, vocab_size=padded), vocab_size=vocab_size)
     conversion = _conversion(weights, layout, origin.config, vocab_size)
-    with output_directory(Path(output), needed_bytes=_size(weights, layout)) as folder:
+    size = _size(weights, layout)
+    with output_directory(Path(output), source=source, needed_bytes=size) as folder:
         write_parameters(weights, layout, folder / FOLDER / "0" / PARAMETERS, progress)
         write_settings(folder, layout.config, conversion)
         if origin.tokenizer_files:

@@ -26,7 +26,7 @@ class ModelOptWeights(QuantizedWeights):
         quantization = directory.config.get("quantization_config", {})
         if path.is_file():
             quantization = read_json(path).get("quantization", {})
-        algorithm = quantization.get("quant_algo")
+        algorithm = quantization.get("quant_algo") if isinstance(quantization, dict) else None
         if algorithm not in _ALGORITHMS:
             raise UserError(
                 f"{path}: quant_algo={algorithm!r} cannot be read, only {' and '.join(_ALGORITHMS)}"

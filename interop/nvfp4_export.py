@@ -94,7 +94,7 @@ def to_nvfp4(
         raise UserError(f"{source.step_folder} has no linear to quantise: export it with to-hf")
     tensors = _tensors(source, quantized, plain, options)
     total = sum(t.itemsize * math.prod(shape) for t, shape in tensors.values())
-    with output_directory(Path(output), needed_bytes=total) as folder:
+    with output_directory(Path(output), source=source.folder, needed_bytes=total) as folder:
         with hub_writers(folder, tensors, shard_bytes) as writers:
             dtypes = dict.fromkeys(tensors, _BFLOAT16)
             done = begin(progress, _bytes(source))

@@ -12,25 +12,31 @@ from pathlib import Path
 
 from ..errors import UserError
 
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG, errno.EIO,
+                errno.ENAMETOOLONG)  # fmt: skip
 Progress = Callable[[int], object]  # takes the bytes that were just done
 
 
 @contextlib.contextmanager
-def output_directory(path: Path, *, needed_bytes: int) -> Iterator[Path]:
+def output_directory(path: Path, *, source: Path, needed_bytes: int) -> Iterator[Path]:
     """A folder to write into, which becomes `path` when the block ends without an exception.
+
+    source: the folder or file that is read; `path` may not lie in it.
 
     It lies beside `path` under a hidden name. After an exception it is removed; one that a killed
     run left behind is removed by the next.
 
     Raises:
-      UserError: `path` exists, cannot be written, another process is writing it, or the disk is too
-        small or full.
+      UserError: `path` exists, lies in the source, cannot be written, another process is writing
+        it, or the disk is too small or full.
     """
     path = path.expanduser().absolute()
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise UserError(f"{path} exists already: remove it or choose another folder")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise UserError(f"{path.parent} does not exist: make that folder first")
+    if source.is_dir() and path.parent.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{path} lies inside its source {source}: choose another folder")
     free = shutil.disk_usage(path.parent).free
     if needed_bytes > free:
         raise UserError(
@@ -61,7 +67,7 @@ def output_directory(path: Path, *, needed_bytes: int) -> Iterator[Path]:
         finally:
             lock_path.unlink(missing_ok=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
+        if error.errno in _NOT_WRITTEN:
             raise UserError(
                 f"{path} could not be written ({error.strerror}), nothing is left of it: make room "
                 "or choose another disk"

@@ -151,10 +151,16 @@ class ParameterReader:
                 {"driver": driver, "kvstore": kvstore, "recheck_cached_data": "open"}, read=True
             ).result()
         except ValueError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{self.folder}: parameter {name} cannot be read ({reason})") from error
+            raise self._damaged(name, error) from error
 
     def read(self, parameter: Parameter, leading: tuple[int, ...], index: Index = ()) -> np.ndarray:
         """`index` of one slab in stored order."""
         store = self._stores[parameter.name].transpose(parameter.stored_axes)
-        return store[(*leading, *index)].read().result()
+        try:
+            return store[(*leading, *index)].read().result()
+        except (ValueError, IndexError) as error:
+            raise self._damaged(parameter.name, error) from error
+
+    def _damaged(self, name: str, error: Exception) -> UserError:
+        reason = " ".join(str(error).split())
+        return UserError(f"{self.folder}: parameter {name} cannot be read ({reason})")

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import UserError
 from .array_files import Check, write_array
+from .config_reader import parse_object
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -85,9 +86,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise _broken(path, f"its header claims {length} bytes, the file has {size}")
         text = file.read(length)
     try:
-        header = json.loads(text)
-        if not isinstance(header, dict):
-            raise ValueError("not an object")
+        header = parse_object(text)
     except ValueError as error:
         raise _broken(path, f"its header is not JSON ({error})") from error
     header.pop("__metadata__", None)

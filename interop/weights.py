@@ -72,6 +72,11 @@ def hub_weights(directory: HubDirectory) -> Weights:
         quantization = {"quant_method": "modelopt"}
     if quantization is None:
         return PlainWeights(directory.tensors)
+    if not isinstance(quantization, dict):
+        raise UserError(
+            f"{directory.path / 'config.json'}: quantization_config={quantization!r} should be an "
+            "object: download it again"
+        )
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
         return CompressedTensorsWeights(directory)
@@ -85,7 +90,14 @@ def hub_weights(directory: HubDirectory) -> Weights:
 
 def check_tensors(weights: Weights, layout: Layout, where: Path) -> None:
     """Raises UserError unless the folder holds exactly the model's tensors, in their shapes."""
-    wanted, found = layout.tensor_shapes(), dict(weights.shapes)
+    found = dict(weights.shapes)
+    experts = 0 if layout.config.moe is None else layout.config.moe.num_experts
+    if max(layout.config.num_layers, experts) > len(found):
+        raise UserError(
+            f"{where} lacks tensors: {layout.config.num_layers} layers, {experts} experts, but "
+            f"only {len(found)} tensors: download it again"
+        )
+    wanted = layout.tensor_shapes()
     if layout.config.tie_embeddings and "lm_head.weight" in found:
         del found["lm_head.weight"]  # compared with the embedding by the caller
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import UserError
@@ -94,7 +95,7 @@ class ModelConfig:
             "max_positions", "head_dim", "rope_theta", "sliding_window", "norm_epsilon",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise UserError(f"model.{name}={value} must be positive")
         if self.num_heads % self.num_kv_heads:
             raise UserError(

@@ -202,6 +202,8 @@ def find_checkpoint(path: str | Path) -> Path:
       UserError: if there is no complete checkpoint.
     """
     path = Path(path).expanduser().absolute()
+    if ".." in path.parts:  # TensorStore refuses them
+        path = path.resolve()
     if (path / PARAMETERS).is_dir() and path.name.isdigit():
         return path
     folders = (path / FOLDER, path)

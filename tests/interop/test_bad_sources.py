@@ -129,7 +129,7 @@ def test_unknown_architecture(folder):
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
 def test_config_that_is_not_json(folder, content):
     (folder / "config.json").write_text(content)
-    refused(folder, "config.json (is not JSON|holds no JSON object)")
+    refused(folder, "config.json (is not a JSON object)")
 
 
 def test_missing_config(folder):

@@ -81,7 +81,7 @@ def test_rope_of_both_generations():
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "beta_fast": 1}}, "'beta_fast' in the rope parameters"),
         (LLAMA, {"rope_scaling": without(LLAMA3, "factor")}, "lacks 'factor'"),
-        (LLAMA, {"hidden_size": None}, "hidden_size=None should be a positive whole number"),
+        (LLAMA, {"hidden_size": None}, "config.json lacks hidden_size"),
         (LLAMA, {"hidden_size": "64"}, "hidden_size='64' should be"),
         (LLAMA, {"num_attention_heads": 3}, "model.num_heads=3 is not a multiple"),
         (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings=1 should be true or false"),
