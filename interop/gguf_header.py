@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type: bytes
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 2**24  # in an array; vocabularies have 2^18
 
@@ -41,7 +41,8 @@ class _Header:
             axes = [self.number("Q") for _ in range(self.count(self.number("I")))]
             if 0 in axes:
                 raise ValueError("a tensor of it is empty")
-            self.number("I"), self.number("Q")
+            self.number("I")
+            self.number("Q")
 
     def value(self, kind: int) -> None:
         if kind == _STRING:
