@@ -1,9 +1,10 @@
 """NVFP4MoE: a mixture of gated feed-forward experts whose GEMMs follow a precision recipe.
 
-Legend: M tokens, K choices a token, E experts, D embed_dim, F mlp_dim.
+Legend: B sequences, T tokens, K choices a token, E experts, D embed_dim, F mlp_dim.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from ..errors import UserError, check_sizes
 from ..numerics import LinearSizes, Recipe, grouped_linear
 from .dense import resolve_recipe
-from .dispatch import from_experts, plan_dispatch, to_experts
+from .expert_parallel import Mixture, Routed, Rows
 from .rounding import RoundingStream
 
 Initializer = jax.nn.initializers.Initializer
@@ -40,8 +41,8 @@ class NVFP4MoE(nnx.Module):
     Softmax over all experts in float32, top-k, renormalise.
     Every expert is a GEMM of its own under the recipe: own amax, blocks that never mix experts. The
     router is float32 always. Dropless by default: no choice is dropped whatever the routing. With
-    `capacity_factor` an expert takes at most capacity_factor * M * K / E choices (rounded up to
-    16), the first ones.
+    `capacity_factor` an expert takes of every group of M tokens at most capacity_factor * M * K / E
+    choices (rounded up to 16), the first ones. How a mesh splits the layer: expert_parallel.py.
 
     router: [D, E]; gate_up: [E, D, 2, F] (gate, then up); down: [E, F, D].
     """
@@ -54,6 +55,7 @@ class NVFP4MoE(nnx.Module):
         experts_per_token: int,
         *,
         capacity_factor: float | None = None,
+        group_size: int | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         router_init: Initializer = nnx.initializers.normal(0.02),
@@ -67,8 +69,10 @@ class NVFP4MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """
-        capacity_factor: None for dropless. dtype: of the activations (None: x's own). rounding,
-        on_unsupported, backend: see NVFP4Dense; the hardware backends need a capacity_factor.
+        capacity_factor: None for dropless. group_size: tokens a group, None for whole sequences:
+        FP4 blocks along the rows of an expert, and its capacity, are of one group. dtype: of the
+        activations (None: x's own). rounding, on_unsupported, backend: see NVFP4Dense; the
+        hardware backends need a capacity_factor.
 
         Raises ValueError for dimensions that blocks of 16 do not divide (FP4 recipes), for
         experts_per_token outside 1 .. num_experts and for a capacity_factor that is not positive.
@@ -101,7 +105,16 @@ class NVFP4MoE(nnx.Module):
         )
         self.embed_dim, self.mlp_dim = embed_dim, mlp_dim
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
-        self.capacity_factor = capacity_factor
+        self.capacity_factor, self.group_size = capacity_factor, group_size
+        self._mixture = Mixture(
+            num_experts,
+            experts_per_token,
+            capacity_factor,
+            group_size,
+            uses_fp4=self.recipe.uses_fp4,
+            needs_row_ids=self.recipe.uses_stochastic_rounding,
+            name=name,
+        )
         self.dtype = dtype
         self.name = name
         self.router = nnx.Param(router_init(rngs.params(), (embed_dim, num_experts), jnp.float32))
@@ -131,59 +144,61 @@ class NVFP4MoE(nnx.Module):
                 f"{self.name}: x has {x.shape[-1]} features and embed_dim is {self.embed_dim}"
             )
         x = x if self.dtype is None else x.astype(self.dtype)
-        tokens = x.reshape(-1, x.shape[-1])  # [M, D]
-        mask = jnp.ones(tokens.shape[0], bool) if token_mask is None else token_mask.reshape(-1)
+        sequences = x.reshape(-1, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1])  # [B, T, D]
+        mask = jnp.ones(sequences.shape[:2], bool)
+        mask = mask if token_mask is None else token_mask.reshape(mask.shape)
+        if not x.size:
+            zero = jnp.zeros((), jnp.float32)
+            return x, MoEAuxiliary(zero, zero, jnp.zeros(self.num_experts, jnp.float32), zero)
         logits = jnp.dot(
-            tokens.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+            sequences.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
-        probabilities = jax.nn.softmax(logits)  # [M, E]
-        top, experts = jax.lax.top_k(probabilities, self.experts_per_token)  # [M, K]
-        weights = top / jnp.sum(top, axis=-1, keepdims=True)
-        experts = jnp.where(mask[:, None], experts, self.num_experts)
-
-        dispatch = plan_dispatch(experts, self.num_experts, self.capacity_factor)
         key, content_seeded = (
             self.rounding.draw(rounding_key)
             if self.rounding
             else (rounding_key, rounding_key is None)
         )
-        keys = (None, None) if key is None else jax.random.split(key)
-        gate_up = self._linear(
-            to_experts(tokens, dispatch),
-            self.gate_up,
-            _GATE_UP_AXES,
-            dispatch,
-            keys[0],
-            content_seeded,
+        routed = self._mixture.run(
+            sequences,
+            logits,
+            mask,
+            self.gate_up[...],
+            self.down[...],
+            None if key is None else jax.random.split(key),
+            functools.partial(self._experts, content_seeded),
         )
-        activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]  # [tiles, rows, F]
-        rows = self._linear(activated, self.down, _DOWN_AXES, dispatch, keys[1], content_seeded)
-        y = from_experts(rows, weights, dispatch)
-        return y.reshape(x.shape), self._auxiliary(logits, probabilities, experts, mask, dispatch)
+        return routed.y.reshape(x.shape), self._auxiliary(logits, mask, routed)
 
-    def _linear(self, x, kernel, kernel_axes, dispatch, key, content_seeded) -> jax.Array:
-        # With a capacity every expert has one tile.
-        tiles = (dispatch.tile_expert, dispatch.num_tiles) if self.capacity_factor is None else ()
-        return grouped_linear(
-            x,
-            kernel[...],
-            *tiles,
-            recipe=self.recipe,
-            key=key,
-            content_seeded=content_seeded,
-            backend=self.backend,
-            kernel_axes=kernel_axes,
-        )
+    def _experts(self, content_seeded, rows: Rows, gate_up, down, keys) -> jax.Array:
+        """Rows [tiles, rows, D] through their experts."""
 
-    def _auxiliary(self, logits, probabilities, experts, mask, dispatch) -> MoEAuxiliary:
+        def product(x, kernel, axes, index: int) -> jax.Array:
+            return grouped_linear(
+                x,
+                kernel,
+                rows.tile_expert,
+                row_ids=rows.row_ids,
+                shard=rows.shards[index],
+                recipe=self.recipe,
+                key=None if keys is None else keys[index],
+                content_seeded=content_seeded,
+                backend=self.backend,
+                kernel_axes=axes,
+            )
+
+        hidden = product(rows.x, gate_up, _GATE_UP_AXES, 0)
+        activated = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]  # [tiles, rows, F]
+        return product(activated, down, _DOWN_AXES, 1)
+
+    def _auxiliary(self, logits, mask, routed: Routed) -> MoEAuxiliary:
         num_tokens = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1)
-        tokens_per_expert = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(
-            jnp.float32
-        )
+        chosen = routed.experts[..., None] == jnp.arange(self.num_experts)  # [B, T, K, E]
+        tokens_per_expert = jnp.sum(chosen.astype(jnp.float32), axis=(0, 1, 2))
         share = tokens_per_expert / (num_tokens * self.experts_per_token)
-        probability = jnp.sum(jnp.where(mask[:, None], probabilities, 0), axis=0) / num_tokens
+        probabilities = jnp.where(mask[..., None], jax.nn.softmax(logits), 0)
+        probability = jnp.sum(probabilities, axis=(0, 1)) / num_tokens
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        dropped = jnp.sum((dispatch.row_of_choice == dispatch.num_rows) & mask[:, None])
+        dropped = jnp.sum(~routed.is_kept & mask[..., None])
         return MoEAuxiliary(
             # Switch Transformer (arXiv 2101.03961) eq. 4, with the share of all K choices.
             load_balance_loss=self.num_experts * jnp.sum(share * probability),

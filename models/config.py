@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UserError
 from ..layers.rope import RopeScaling
+from ..numerics.formats import BLOCK
 
 __all__ = ["MoEConfig", "ModelConfig", "RopeScaling"]
 
@@ -18,8 +19,10 @@ class MoEConfig:
     Attributes:
       num_experts: experts per block.
       experts_per_token: experts that a token uses, the most probable ones.
-      capacity_factor: tokens that an expert takes at most, as a multiple of tokens ·
+      capacity_factor: tokens that an expert takes at most of a group, as a multiple of tokens ·
         experts_per_token / num_experts; the rest is dropped. null drops none.
+      group_size: tokens a group: what an expert's capacity refers to, and what its blocks along
+        tokens do not cross; it divides a sequence's part on one device. null: a whole sequence.
       load_balance_loss_weight: weight of the load-balance loss, which is summed over blocks.
       router_z_loss_weight: weight of the router-z loss, which is summed over blocks.
     """
@@ -27,6 +30,7 @@ class MoEConfig:
     num_experts: int
     experts_per_token: int
     capacity_factor: float | None = None
+    group_size: int | None = None
     load_balance_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
 
@@ -39,6 +43,10 @@ class MoEConfig:
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise UserError(
                 f"moe.capacity_factor={self.capacity_factor} must be positive, or null for dropless"
+            )
+        if self.group_size is not None and (self.group_size < BLOCK or self.group_size % BLOCK):
+            raise UserError(
+                f"moe.group_size={self.group_size} must be a multiple of {BLOCK}, or null"
             )
 
 

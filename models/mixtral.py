@@ -25,6 +25,7 @@ class ExpertMLP(nnx.Module):
             moe.num_experts,
             moe.experts_per_token,
             capacity_factor=moe.capacity_factor,
+            group_size=moe.group_size,
             router_init=kernel_init(),
             gate_up_init=kernel_init(),
             down_init=output_kernel_init(config),

@@ -162,8 +162,8 @@ class TestAuxiliary:
     @pytest.mark.parametrize("capacity_factor", [None, 0.2])
     def test_masked_tokens_are_nowhere(self, capacity_factor):
         """As if they had not been there; capacity excepted, which the shape decides."""
-        x = tokens((4, 20))
-        mask = np.random.default_rng(1).permutation([True] * 40 + [False] * 40).reshape(4, 20)
+        x = tokens((1, 80))
+        mask = np.random.default_rng(1).permutation([True] * 40 + [False] * 40).reshape(1, 80)
         layer = make(capacity_factor=capacity_factor)
         y, auxiliary, _, _, dx = run(layer, x, None, mask)
         assert not np.any(np.asarray(y)[~mask]) and not np.any(np.asarray(dx)[~mask])

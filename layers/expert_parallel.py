@@ -1,0 +1,272 @@
+"""A mixture's experts on a mesh: who sends which rows where.
+
+Every device routes its own tokens, and an all-to-all over the mesh axis expert, and over no other,
+takes rows to the devices that hold their experts and back; along tensor every device moves its part
+of the features. No device ever has all tokens.
+
+With a capacity the products between are ordinary sharded ones, so that every backend runs them.
+Dropless ones are a device's own affair: how many rows an expert has is known to nobody before.
+
+Legend: B sequences, T tokens, K choices a token, E experts, C rows an expert, D embed_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ..errors import UserError
+from ..numerics.backends.operands import Shard
+from ..numerics.formats import BLOCK
+from ..numerics.partitioning import MESH_AXES, mesh_axis_sizes, partition_spec
+from .dispatch import Dispatch, from_experts, plan_dispatch, row_ids, to_experts
+
+
+class Rows(NamedTuple):
+    """What the experts get."""
+
+    x: jax.Array  # [tiles, rows, D], or [E, C, D] with a capacity
+    tile_expert: jax.Array | None
+    row_ids: jax.Array | None
+    shards: tuple[Shard, Shard]  # of the products with gate_up and down
+
+
+class Routed(NamedTuple):
+    """What `mixture` returns."""
+
+    y: jax.Array  # [B, T, D]
+    experts: jax.Array  # int32 [B, T, K], E for a token that goes nowhere
+    is_kept: jax.Array  # bool [B, T, K]
+
+
+# (rows, gate_up, down, rounding keys) -> rows of the same shape
+Experts = Callable[[Rows, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What routing and dispatch need to know of a layer.
+
+    Attributes:
+      capacity_factor: see NVFP4MoE.
+      group_size: see NVFP4MoE.
+      uses_fp4: whether rows of different groups must not share a block.
+      needs_row_ids: whether rounding is stochastic.
+      name: of the layer, for messages.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    capacity_factor: float | None
+    group_size: int | None
+    uses_fp4: bool
+    needs_row_ids: bool
+    name: str
+
+    def run(
+        self,
+        x: jax.Array,
+        logits: jax.Array,
+        mask: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        keys: jax.Array | None,
+        experts: Experts,
+    ) -> Routed:
+        """x [B, T, D], router logits float32 [B, T, E], mask bool [B, T]: False goes nowhere.
+
+        gate_up [E, D, 2, F], down [E, F, D]: the kernels. experts: what is done with rows, kernels
+        and the rounding keys.
+        """
+        sizes = mesh_axis_sizes()
+        numbers = jnp.arange(mask.size, dtype=jnp.uint32).reshape(mask.shape)
+        self._check(x.shape, gate_up.shape, sizes)
+        mesh = _Mesh(sizes, x.shape, gate_up.shape)
+        run = self._dropless if self.capacity_factor is None else self._with_capacity
+        return run(mesh, (x, logits, mask, numbers), (gate_up, down, keys), experts)
+
+    def _dropless(self, mesh: _Mesh, tokens, parameters, experts: Experts) -> Routed:
+        def local(x, logits, mask, numbers, gate_up, down, keys):
+            weights, chosen = self._route(logits, mask)
+            dispatch, rows = self._dispatch(mesh, x, chosen, numbers)
+            gate_up, down = mesh.whole_kernels(gate_up, down)
+            out = experts(mesh.whole_features(rows), gate_up, down, keys)
+            return self._combine(mesh, mesh.part_of_features(out), weights, chosen, dispatch)
+
+        specs = (*mesh.arguments, mesh.gate_up, mesh.down, PartitionSpec())
+        return mesh.map(local, specs, mesh.routed)(*tokens, *parameters)
+
+    def _with_capacity(self, mesh: _Mesh, tokens, parameters, experts: Experts) -> Routed:
+        def to_rows(x, logits, mask, numbers):
+            weights, chosen = self._route(logits, mask)
+            dispatch, rows = self._dispatch(mesh, x, chosen, numbers)
+            return weights, chosen, dispatch, rows.x, rows.row_ids
+
+        def to_tokens(out, weights, chosen, dispatch):
+            return self._combine(mesh, out, weights, chosen, dispatch)
+
+        dispatched = (mesh.tokens, mesh.tokens, mesh.dispatch, mesh.rows, mesh.row_ids)
+        *routed, rows, ids = mesh.map(to_rows, mesh.arguments, dispatched)(*tokens)
+        out = experts(Rows(rows, None, ids, (Shard(), Shard())), *parameters)
+        specs = (mesh.rows, mesh.tokens, mesh.tokens, mesh.dispatch)
+        return mesh.map(to_tokens, specs, mesh.routed)(out, *routed)
+
+    # One device's part
+
+    def _route(self, logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(weights float32 [B, T, K], experts int32 [B, T, K])."""
+        top, chosen = jax.lax.top_k(jax.nn.softmax(logits), self.experts_per_token)
+        weights = top / jnp.sum(top, axis=-1, keepdims=True)
+        return weights, jnp.where(mask[..., None], chosen, self.num_experts)
+
+    def _dispatch(self, mesh: _Mesh, x, chosen, numbers) -> tuple[Dispatch, Rows]:
+        dispatch = plan_dispatch(
+            chosen.reshape(-1, self._group_tokens(chosen.shape[:2]), chosen.shape[-1]),
+            self.num_experts,
+            self.capacity_factor,
+            group_rows=BLOCK if self.uses_fp4 else 1,
+            num_parts=mesh.num_parts,
+        )
+        x = mesh.to_holders(to_experts(x.reshape(-1, x.shape[-1]), dispatch))
+        ids = None
+        if self.needs_row_ids:
+            ids = mesh.to_holders(row_ids(numbers.reshape(-1), dispatch))
+        if dispatch.tile_expert is None:
+            x, ids = self._by_expert(mesh, (x, ids))
+            return dispatch, Rows(x, None, ids, (Shard(), Shard()))
+        tile_expert = mesh.to_holders(dispatch.tile_expert)
+        x = x.reshape(-1, dispatch.rows_per_tile, x.shape[-1])
+        ids = None if ids is None else ids.reshape(x.shape[:2])
+        return dispatch, Rows(x, tile_expert, ids, mesh.shards)
+
+    def _combine(self, mesh: _Mesh, out, weights, chosen, dispatch: Dispatch) -> Routed:
+        if dispatch.tile_expert is None:
+            parts, features = mesh.num_parts, out.shape[-1]
+            split = out.reshape(self.num_experts // parts, parts, -1, features)
+            out = jnp.swapaxes(split, 0, 1)
+        rows = mesh.to_holders(out.reshape(dispatch.num_rows, -1))
+        y = from_experts(rows, weights.reshape(-1, weights.shape[-1]), dispatch)
+        is_kept = dispatch.is_kept.reshape(chosen.shape)
+        return Routed(y.reshape(*chosen.shape[:2], -1), chosen, is_kept)
+
+    def _by_expert(self, mesh: _Mesh, rows):
+        """Leaves [R, ...] that came from each device in its order of experts -> [E, C, ...]."""
+
+        def group(leaf: jax.Array) -> jax.Array:
+            here = self.num_experts // mesh.num_parts
+            split = leaf.reshape(mesh.num_parts, here, -1, *leaf.shape[1:])
+            return jnp.swapaxes(split, 0, 1).reshape(here, -1, *leaf.shape[1:])
+
+        return jax.tree.map(group, rows)
+
+    def _group_tokens(self, shape: tuple[int, int]) -> int:
+        """Tokens a group, of one device's [B, T]."""
+        batch, length = shape
+        if self.capacity_factor is None and not self.uses_fp4:
+            return batch * length
+        if self.group_size is not None:
+            return self.group_size
+        return length if length >= BLOCK else batch * length  # decoding: a token would be a group
+
+    def _check(self, shape, gate_up_shape, sizes: Mapping[str, int]) -> None:
+        batch, length, _ = shape
+        num_experts, _, _, mlp_dim = gate_up_shape
+        if self.group_size is not None and length % self.group_size:
+            raise UserError(
+                f"{self.name}: group_size={self.group_size} does not divide a sequence of {length} "
+                "tokens; choose a divisor, or null for whole sequences"
+            )
+        if not sizes:
+            return
+        for dimension, size, axes in (
+            ("num_experts", num_experts, MESH_AXES["experts"]),
+            ("batch", batch, MESH_AXES["batch"]),
+            ("sequence", length, MESH_AXES["sequence"]),
+        ):
+            parts = int(np.prod([sizes.get(axis, 1) for axis in axes]))
+            if size % parts:
+                blame = " * ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes if axis in sizes)
+                raise UserError(
+                    f"{self.name}: {blame} does not divide {dimension}={size}; choose sizes that do"
+                )
+        if not self.uses_fp4 and self.capacity_factor is None:
+            return
+        context, tensor = sizes.get("context", 1), sizes.get("tensor", 1)
+        group = length if self.group_size is None else self.group_size
+        if length // context % group or length < BLOCK:
+            raise UserError(
+                f"{self.name}: mesh.context={context} cuts a sequence of {length} tokens inside a "
+                f"group of {group}; set model.moe.group_size to a divisor of {length // context}"
+            )
+        if self.uses_fp4 and mlp_dim // tensor % BLOCK:
+            raise UserError(
+                f"{self.name}: mesh.tensor={tensor} cuts mlp_dim={mlp_dim} inside a block of "
+                f"{BLOCK}; choose a size that divides {mlp_dim // BLOCK}"
+            )
+
+
+class _Mesh:
+    """How tokens, rows and kernels lie, and what moves between devices. Without a mesh: nothing."""
+
+    def __init__(self, sizes: Mapping[str, int], shape, gate_up_shape):
+        self._sizes = sizes
+        self.num_parts = sizes.get("expert", 1)
+        batch = tuple(name for name in MESH_AXES["batch"] if name in sizes)
+        rows = tuple(name for name in ("context", *batch) if name in sizes and name != "expert")
+        features = partition_spec(("features",), shape[-1:], sizes)[0]
+        self._split_features = features is not None
+        expert = "expert" if "expert" in sizes else None
+        self.tokens = partition_spec(("batch", "sequence"), shape[:2], sizes)
+        self.x = PartitionSpec(*self.tokens, features)
+        self.rows = PartitionSpec(expert, rows or None, features)
+        self.row_ids = PartitionSpec(expert, rows or None)
+        devices = PartitionSpec((*rows, *(() if expert is None else (expert,))) or None)
+        self.dispatch = devices  # of each of its arrays: they are the device's own
+        axes = ("experts", "embed", None, "mlp")
+        self.gate_up = partition_spec(axes, gate_up_shape, sizes)
+        self.down = PartitionSpec(self.gate_up[0], self.gate_up[3], self.gate_up[1])
+        features = "tensor" if self.gate_up[3] else None
+        split = {"rows": rows, "experts": () if expert is None else (expert,)}
+        self.shards = Shard(**split, out_features=features), Shard(**split, in_features=features)
+        self.arguments = (self.x, self.tokens, self.tokens, self.tokens)
+        self.routed = Routed(self.x, self.tokens, self.tokens)
+
+    def map(self, function, in_specs, out_specs):
+        """`function` on every device's part of its arguments."""
+        if not self._sizes:
+            return function
+        # check_vma: the kernels' custom gradients are addends, which it cannot know.
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def to_holders(self, rows: jax.Array) -> jax.Array:
+        """[P * n, ...]: part p goes to device p along expert, or comes back from it."""
+        if self.num_parts == 1:
+            return rows
+        return jax.lax.all_to_all(rows, "expert", split_axis=0, concat_axis=0, tiled=True)
+
+    def whole_features(self, rows: Rows) -> Rows:
+        if not self._split_features:
+            return rows
+        return rows._replace(x=jax.lax.all_gather(rows.x, "tensor", axis=2, tiled=True))
+
+    def part_of_features(self, out: jax.Array) -> jax.Array:
+        """The sum of the devices' addends along tensor, of which each keeps its features."""
+        if not self._split_features:
+            return out if "tensor" not in self._sizes else jax.lax.psum(out, "tensor")
+        return jax.lax.psum_scatter(out, "tensor", scatter_dimension=2, tiled=True)
+
+    def whole_kernels(self, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the axis fsdp only stores."""
+        if self.gate_up[1] is None:
+            return gate_up, down
+        gather = jax.lax.all_gather
+        return (
+            gather(gate_up, "fsdp", axis=1, tiled=True),
+            gather(down, "fsdp", axis=2, tiled=True),
+        )
