@@ -18,64 +18,74 @@ from fp4zoo.layers.dispatch import (
     to_experts,
 )
 
-SHAPES = [(1, 1, 4), (37, 2, 5), (300, 1, 2)]  # M, K, E: few to compile
-plan = jax.jit(plan_dispatch, static_argnums=(1, 2))
+# G, M, K, E, and parts: few to compile
+SHAPES = [(1, 1, 1, 4, 1), (1, 37, 2, 5, 1), (3, 100, 1, 2, 2), (4, 20, 2, 6, 3)]
+plan = jax.jit(plan_dispatch, static_argnums=(1, 2), static_argnames=("group_rows", "num_parts"))
 
 
 @st.composite
 def routings(draw):
-    """experts [M, K] with values up to E, which means dropped; skewed ones among them."""
-    shape = draw(st.sampled_from(SHAPES))
-    tokens, choices, num_experts = shape
+    """(experts [G, M, K] with values up to E, which means dropped; E; parts); skewed ones too."""
+    groups, tokens, choices, num_experts, parts = draw(st.sampled_from(SHAPES))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     weights = random.dirichlet(np.full(num_experts + 1, draw(st.sampled_from([0.05, 1.0, 100.0]))))
-    experts = random.choice(num_experts + 1, size=(tokens, choices), p=weights)
-    return experts.astype(np.int32), num_experts
+    experts = random.choice(num_experts + 1, size=(groups, tokens, choices), p=weights)
+    return experts.astype(np.int32), num_experts, parts
 
 
 def kept_choices(experts, num_experts, limit):
-    """The flat choices that each expert keeps, in order."""
-    flat = experts.reshape(-1)
-    return [np.flatnonzero(flat == e)[:limit] for e in range(num_experts)]
+    """{(expert, group): the flat choices that are kept, in order}."""
+    size = experts[0].size
+    return {
+        (e, g): np.flatnonzero(group.reshape(-1) == e)[:limit] + g * size
+        for e in range(num_experts)
+        for g, group in enumerate(experts)
+    }
 
 
 @settings(max_examples=60, deadline=None)
-@given(routings(), st.sampled_from([None, 0.6]))
-def test_a_choice_has_one_row_and_a_row_one_choice(routing, capacity_factor):
-    experts, num_experts = routing
-    dispatch = plan(experts, num_experts, capacity_factor)
+@given(routings(), st.sampled_from([(None, 1), (None, 16), (0.6, 1)]))
+def test_a_choice_has_one_row_and_a_row_one_choice(routing, mode):
+    (experts, num_experts, parts), (capacity_factor, group_rows) = routing, mode
+    dispatch = plan(experts, num_experts, capacity_factor, group_rows=group_rows, num_parts=parts)
     row_of_choice = np.asarray(dispatch.row_of_choice).reshape(-1)
     choice_of_row = np.asarray(dispatch.choice_of_row)
-    tile_expert = np.asarray(dispatch.tile_expert)
     num_rows, rows = dispatch.num_rows, dispatch.rows_per_tile
-    assert rows % 16 == 0 and num_rows == rows * tile_expert.size
-    assert np.all(np.diff(tile_expert) >= 0) and tile_expert.max() < num_experts
+    assert rows % 16 == 0 and num_rows % rows == 0
 
-    limit = None
-    if capacity_factor is not None:
-        limit = capacity_rows(experts.size, num_experts, capacity_factor)
-        assert tile_expert.tolist() == list(range(num_experts)) and rows == limit
-    kept = kept_choices(experts, num_experts, limit)
     expected = np.full(num_rows, experts.size)
-    for expert, choices in enumerate(kept):
-        if choices.size:  # contiguous from the expert's first tile on
-            first = int(np.argmax(tile_expert == expert)) * rows
-            expected[first : first + choices.size] = choices
+    if capacity_factor is None:
+        kept = kept_choices(experts, num_experts, None)
+        tile_expert = np.asarray(dispatch.tile_expert).reshape(parts, -1)
+        here = num_experts // parts
+        for part, tiles in enumerate(tile_expert):
+            assert np.all(np.diff(tiles) >= 0) and np.all(tiles <= here)
+            tile = part * tiles.size
+            for expert in range(part * here, (part + 1) * here):
+                row = tile * rows
+                for group in range(len(experts)):  # from a multiple of group_rows each
+                    choices = kept[expert, group]
+                    expected[row : row + choices.size] = choices
+                    row += choices.size + -choices.size % group_rows
+                tile += np.sum(tiles == expert - part * here)
+                assert row <= tile * rows < row + rows  # as many tiles as it needs
+    else:
+        assert dispatch.tile_expert is None
+        assert rows == capacity_rows(experts[0].size, num_experts, capacity_factor)
+        kept = kept_choices(experts, num_experts, rows)
+        for index, choices in enumerate(kept.values()):
+            expected[index * rows : index * rows + choices.size] = choices
     np.testing.assert_array_equal(choice_of_row, expected)
     used = choice_of_row < experts.size
     assert np.all(row_of_choice[choice_of_row[used]] == np.flatnonzero(used))
-    assert np.sum(row_of_choice < num_rows) == sum(choices.size for choices in kept)
+    assert np.sum(dispatch.is_kept) == sum(choices.size for choices in kept.values())
     assert np.all(row_of_choice <= num_rows)
-    used_tiles = used.reshape(-1, rows).any(axis=1)
-    assert not used_tiles[int(dispatch.num_tiles) :].any()
-    if capacity_factor is None:
-        assert used_tiles[: int(dispatch.num_tiles)].all()
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def transport(x, weights, experts, num_experts, capacity_factor):
     """(rows, the way back of rows, and the gradients of both)."""
-    dispatch = plan_dispatch(experts, num_experts, capacity_factor)
+    dispatch = plan_dispatch(experts, num_experts, capacity_factor, group_rows=16)
     rows, to_pullback = jax.vjp(lambda x: to_experts(x, dispatch), x)
     y, from_pullback = jax.vjp(lambda r, w: from_experts(r, w, dispatch), rows**2, weights)
     return dispatch, rows, to_pullback(rows**3), y, from_pullback(x)
@@ -84,11 +94,12 @@ def transport(x, weights, experts, num_experts, capacity_factor):
 @settings(max_examples=25, deadline=None)
 @given(routings(), st.sampled_from([None, 0.6]))
 def test_rows_and_gradients_are_those_of_a_permutation_matrix(routing, capacity_factor):
-    experts, num_experts = routing
-    tokens, choices = experts.shape
+    experts, num_experts, _ = routing
+    choices = experts.shape[-1]
+    tokens = experts.size // choices
     random = np.random.default_rng(0)
     x = random.normal(size=(tokens, 4)).astype(np.float32)
-    weights = random.normal(size=experts.shape).astype(np.float32)
+    weights = random.normal(size=(tokens, choices)).astype(np.float32)
     dispatch, rows, (dx,), y, (d_rows, d_weights) = transport(
         x, weights, experts, num_experts, capacity_factor
     )
@@ -110,12 +121,12 @@ def test_rows_and_gradients_are_those_of_a_permutation_matrix(routing, capacity_
 
 def test_bfloat16_rows_are_summed_in_float32():
     """Eight choices of 1 + 2^-7 weighted 1/8: a bfloat16 sum would round on the way."""
-    experts = np.tile(np.arange(8, dtype=np.int32), (3, 1))
+    experts = np.tile(np.arange(8, dtype=np.int32), (1, 3, 1))
     x = jnp.full((3, 4), 1 + 2.0**-7, jnp.bfloat16)
     weights = np.full((3, 8), 1 / 8, np.float32)
     _, rows, (dx,), y, _ = transport(x, weights, experts, 8, None)
     assert (rows.dtype, dx.dtype, y.dtype) == (jnp.bfloat16,) * 3
-    np.testing.assert_array_equal(y, (rows**2)[0, 0, 0])
+    np.testing.assert_array_equal(y, (rows**2)[0, 0])
 
 
 @pytest.mark.parametrize(
