@@ -161,7 +161,7 @@ def test_two_processes_go_on_bit_for_bit(two, launch, tmp_path):
 def test_processes_lose_like_one(two, launch, tmp_path):
     finish(launch(1, f"output_dir={tmp_path / 'one'}", devices=4))
     expected = rows(tmp_path / "one")
-    accumulated = ["gradient_accumulation=2"]
+    accumulated = ["gradient_accumulation=2", "evaluation_batches=4"]  # of half as many rows
     runs = {
         "two of two": (2, 2, []),
         "four": (4, 1, []),

@@ -78,7 +78,7 @@ def chunked_losses(
         for index in used
     )
     # What a product needs whole is gathered here, once for all chunks.
-    chosen = [constrain(leaves[i], *logical) for i, logical in zip(used, axes, strict=True)]
+    chosen = [constrain(leaves[index], *axes[at]) for at, index in enumerate(used)]
     losses, total = _weighted(apply, axes, chunks, chosen, hidden, targets, weights)
     return jax.lax.stop_gradient(losses), total
 

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fp4zoo import configs
 from fp4zoo.errors import UserError
 from fp4zoo.training import memory
+from fp4zoo.training.program import Program
 from fp4zoo.training.sharding import MeshConfig, make_mesh
 
 GIB = memory.GIB
@@ -104,3 +106,30 @@ def test_activations_grow_with_what_is_kept(tiny, recipe, remat):
     sizes = [size(remat=each) for each in order]
     assert sizes == sorted(sizes) and sizes[1] < sizes[2]
     assert (sizes[0] < sizes[1]) == (recipe == "nvfp4")  # FP32 has nothing quantised to keep
+
+
+@pytest.mark.slow
+def test_what_saves_memory_saves_it_in_the_compiled_step():
+    """XLA's own account of a step whose activations outweigh everything else."""
+    model = [
+        "model=llama-tiny",
+        "model.num_layers=8",
+        "model.vocab_size=2048",
+        "sequence_length=512",
+    ]
+    model += ["precision=nvfp4", "precision.rules.last_blocks=0"]
+
+    def analysis(*overrides):
+        config = dataclasses.replace(configs.load([*model, *overrides]), mesh=MeshConfig())
+        program = Program(config, jax.devices()[:1])
+        return program, program.compile_train_step().memory_analysis()
+
+    program, plain = analysis()
+    quantized, full = (
+        analysis(f"remat={remat}")[1].temp_size_in_bytes for remat in ("save_quantized", "full")
+    )
+    assert full < 0.5 * plain.temp_size_in_bytes
+    assert full < quantized < 0.95 * plain.temp_size_in_bytes
+    _, small = analysis("optimizer.first_moment_dtype=bfloat16", "remat=full")
+    saved = plain.argument_size_in_bytes - small.argument_size_in_bytes
+    assert saved == pytest.approx(2 * program.num_parameters, rel=1e-3)
