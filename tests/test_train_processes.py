@@ -63,17 +63,23 @@ def start(text, tmp_path):
     }
     processes = []
 
-    def go(*overrides, devices=1, prelude=""):
-        arguments = [f"data.path={text}", f"output_dir={tmp_path / 'run'}", *OPTIONS, *overrides]
+    def go(*overrides, devices=1, prelude="", flags=()):
+        arguments = [
+            *flags,
+            f"data.path={text}",
+            f"output_dir={tmp_path / 'run'}",
+            *OPTIONS,
+            *overrides,
+        ]
         code = f"{prelude}\nimport sys, runpy; sys.argv[0] = {train.__file__!r}\n"
         code += f"runpy.run_path({train.__file__!r}, run_name='__main__')"
-        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment, **flags},
+            env={**environment, **fake},
         )
         processes.append(process)
         return process
@@ -193,7 +199,7 @@ if where == "compiling": Program.compile_train_step = in_a_library
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_sweep(start, tmp_path):
-    process = start("-m", "seed=1,2", "save_every=0", prelude=SLOWER)
+    process = start("seed=1,2", "save_every=0", prelude=SLOWER, flags=["-m"])
     wait_for_step(tmp_path / "run" / "seed=1", 2, process)
     process.send_signal(signal.SIGINT)
     output, error = finish(process, status=130)
