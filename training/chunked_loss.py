@@ -79,7 +79,8 @@ def chunked_losses(
     )
     # What a product needs whole is gathered here, once for all chunks.
     chosen = [constrain(leaves[index], *axes[at]) for at, index in enumerate(used)]
-    losses, total = _weighted(apply, axes, chunks, chosen, hidden, targets, weights)
+    weighted: Any = _weighted(apply, axes, chunks, chosen, hidden, targets, weights)
+    losses, total = weighted
     return jax.lax.stop_gradient(losses), total
 
 

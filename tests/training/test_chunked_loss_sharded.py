@@ -43,8 +43,9 @@ for name, mesh in (
         text, memory = step.as_text(), step.memory_analysis().temp_size_in_bytes
         state, metrics = step(made.initial_state(), made.place(batch))
         print(name, chunks, float(metrics["loss"]), float(metrics["gradient_norm"]), memory)
-        bodies = re.split(r"\\n(?=[%\\w])", text)
-        loops = [b for b in bodies if "while" in b.splitlines()[0] or "body" in b.splitlines()[0]]
+        parts = {part.split(" ")[0]: part for part in re.split(r"\\n(?=%)", text)}
+        loops = [parts[name] for name in re.findall(r"body=(%[\\w.-]+)", text)]
+        assert loops or chunks == 1
         for body in loops:
             for line in body.splitlines():
                 if re.search(r"(all-reduce|reduce-scatter|all-gather)(-start)?\\(", line):

@@ -128,7 +128,7 @@ def test_what_saves_memory_saves_it_in_the_compiled_step():
     quantized, full = (
         analysis(f"remat={remat}")[1].temp_size_in_bytes for remat in ("save_quantized", "full")
     )
-    assert full < 0.5 * plain.temp_size_in_bytes
+    assert full < 0.6 * plain.temp_size_in_bytes
     assert full < quantized < 0.95 * plain.temp_size_in_bytes
     _, small = analysis("optimizer.first_moment_dtype=bfloat16", "remat=full")
     saved = plain.argument_size_in_bytes - small.argument_size_in_bytes
