@@ -14,7 +14,7 @@ import sys
 import jax
 
 from fp4zoo.configs import load
-from fp4zoo.planning.targets import cudnn_of, find_target, target_devices
+from fp4zoo.planning.targets import cudnn_of, find_target, target_devices, use_cpu
 from fp4zoo.training.program import Program
 from fp4zoo.training.sharding import MeshConfig
 
@@ -33,10 +33,12 @@ ROWS = {
 def main() -> None:
     arguments = sys.argv[1:]
     target = None
-    devices = jax.devices()[:1]
     if arguments and "=" not in arguments[0]:
+        use_cpu()
         target = find_target(arguments.pop(0))
         devices = target_devices(target.name, 1)
+    else:
+        devices = jax.devices()[:1]
     print("| | state | temporaries | together | less |\n|---|---|---|---|---|")
     first = None
     overrides = [*SHAPE, *arguments]

@@ -82,7 +82,7 @@ class TrainConfig:
         and why), through Transformer Engine or XLA on Blackwell, or emulated anywhere.
       loss_chunks: parts that a device's tokens go through output head and loss in, so that the
         logits of all of them are never in memory at once; null takes the fewest whose logits stay
-        below 512 MiB.
+        below 512 MiB, where that saves memory.
       sample_tokens: tokens of the text sample that is generated at the end; 0 generates none.
     """
 

@@ -138,7 +138,8 @@ def estimate(
     tokens = rows * config.sequence_length // _split(sizes, "data", "fsdp", "expert", "context")
     chunks = config.loss_chunks
     if chunks is None:
-        chunks = choose_chunks(tokens, config.model.vocab_size // sizes["tensor"])
+        vocab_size = config.model.vocab_size // sizes["tensor"]
+        chunks = choose_chunks(tokens, vocab_size, config.model.embed_dim)
     moment = jnp.dtype(config.optimizer.first_moment_dtype).itemsize
     copies = 2 if config.gradient_accumulation > 1 else 1
     return memory.MemoryEstimate(

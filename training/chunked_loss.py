@@ -34,13 +34,16 @@ Head = Callable[[Parameters, jax.Array], jax.Array]
 _Apply = Callable[[Sequence[jax.Array], jax.Array], jax.Array]
 
 
-def choose_chunks(num_tokens: int, vocab_size: int) -> int:
+def choose_chunks(num_tokens: int, vocab_size: int, embed_dim: int) -> int:
     """Number of chunks for the tokens of one device: the fewest whose logits are small enough.
 
-    vocab_size: of the part of the vocabulary that a device holds.
+    1 where chunks would need more than they save: they keep the head's gradient, [D, V], beside
+    the logits. vocab_size: of the part of the vocabulary that a device holds.
     """
     wanted = min(math.ceil(num_tokens * vocab_size * 4 / LOGITS_BYTES), num_tokens)
-    return next(n for n in range(max(wanted, 1), num_tokens + 1) if num_tokens % n == 0)
+    chunks = next(n for n in range(max(wanted, 1), num_tokens + 1) if num_tokens % n == 0)
+    saved = num_tokens - num_tokens // chunks
+    return chunks if saved > embed_dim else 1
 
 
 def chunked_losses(

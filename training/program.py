@@ -245,7 +245,7 @@ class Program:
         chunks, tokens = self.config.loss_chunks, self._tokens_here
         if chunks is None:
             vocab_size = self.config.model.vocab_size // self.mesh.shape["tensor"]
-            return choose_chunks(tokens, vocab_size)
+            return choose_chunks(tokens, vocab_size, self.config.model.embed_dim)
         if tokens % chunks:
             raise UserError(
                 f"loss_chunks={chunks} does not divide the {tokens} tokens that a device has of a "

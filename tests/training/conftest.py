@@ -51,7 +51,7 @@ class Trainer:
             rngs=nnx.Rngs(0),
         )
         self.graphdef, self.parameters = split_model(self.model)
-        schedule = make_schedule(optimizer, max_steps=100)
+        self.schedule = schedule = make_schedule(optimizer, max_steps=100)
         self.optimizer = make_optimizer(optimizer, schedule)
         self.state = TrainState.create(self.parameters, self.optimizer, loss_scale)
         weights = ()
