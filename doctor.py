@@ -27,6 +27,7 @@ from fp4zoo.numerics import choose_backend, get_recipe
 from fp4zoo.numerics.backends.choice import AUTO, MULTIPLES
 from fp4zoo.numerics.platform import DeviceKind
 from fp4zoo.training import machine, memory
+from fp4zoo.training.cluster import find_launch
 from fp4zoo.training.program import Program
 from fp4zoo.training.sharding import describe_mesh
 
@@ -79,6 +80,7 @@ def diagnose(config: TrainConfig, devices: Sequence[Any] | None = None) -> int:
 def check(config: TrainConfig, devices: Sequence[Any]) -> list[Finding]:
     """What train.py does before it allocates anything, in its order."""
     findings = [Finding("software", f"JAX {jax.__version__}", machine.plugin_fault())]
+    findings.append(_cluster(config))
     available = memory.available_bytes(devices)
     try:
         program = Program(config, devices, available=available)
@@ -103,6 +105,23 @@ def check(config: TrainConfig, devices: Sequence[Any]) -> list[Finding]:
     findings.append(_output(config))
     findings += _inputs(config)
     return findings
+
+
+def _cluster(config: TrainConfig) -> Finding:
+    """How train.py would join other processes; doctor.py itself stays alone."""
+    try:
+        launch = find_launch(config.cluster, os.environ)
+    except UserError as error:
+        return Finding("cluster", "", str(error))
+    if launch is None:
+        return Finding("cluster", "one process")
+    found = "as JAX finds out"
+    return Finding(
+        "cluster",
+        f"process {found if launch.process_id is None else launch.process_id} of "
+        f"{found if launch.num_processes is None else launch.num_processes}, coordinator "
+        f"{launch.coordinator or found}",
+    )
 
 
 def _shared_memory() -> Finding:

@@ -162,6 +162,16 @@ def test_variables_of_the_cluster_are_shown(diagnose, monkeypatch):
     assert "hunter2" not in printed
 
 
+def test_how_processes_would_join_is_said_or_refused(diagnose):
+    together = ["cluster.num_processes=4", "cluster.process_id=1"]
+    status, printed = diagnose(None, *together, "cluster.coordinator=node1:1234")
+    assert status == 0
+    assert "cluster: process 1 of 4, coordinator node1:1234" in printed
+    status, printed = diagnose(None, *together)
+    assert status == 1
+    assert "fails  cluster: " in printed
+
+
 def test_mistakes_are_one_line_and_status_2(capsys):
     assert doctor.main(["model=lama-tiny"]) == 2
     assert capsys.readouterr().err.startswith("error: model=lama-tiny")
