@@ -21,6 +21,7 @@ MESH_AXES: dict[str | None, tuple[str, ...]] = {
     # Activations.
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
+    "tokens": ("data", "fsdp", "expert", "context"),  # batch and sequence as one
     "residual_sequence": ("context", "tensor"),  # of the residual stream, between the blocks
     "features": ("tensor",),  # of rows on their way to an expert
     # Parameters, and the activations that they make.

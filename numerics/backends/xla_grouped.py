@@ -8,6 +8,7 @@ import jax
 
 from ..recipe import Recipe
 from .operands import LogicalAxes, Signature, Tiles
+from .placement import Placement
 from .xla import Residuals, backward_groups, forward_groups, fprop_groups
 
 
@@ -16,7 +17,8 @@ def fprop(
 ) -> jax.Array:
     """y [E, C, *N] in x's dtype."""
     _check(tiles)
-    return fprop_groups(recipe, x, kernel, kernel_axes)[0].astype(x.dtype)
+    place = Placement.of_experts(kernel_axes, kernel.shape)
+    return fprop_groups(recipe, x, kernel, place)[0].astype(x.dtype)
 
 
 def forward(
@@ -29,7 +31,9 @@ def forward(
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
     _check(tiles)
-    y, residuals = forward_groups(recipe, x, kernel, words, kernel_axes)
+    y, residuals = forward_groups(
+        recipe, x, kernel, words, Placement.of_experts(kernel_axes, kernel.shape)
+    )
     return y.astype(x.dtype), residuals
 
 
@@ -44,7 +48,9 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) like x and the kernel. g: [E, C, *N]; dw accumulates in float32."""
     _check(tiles)
-    dx, dw = backward_groups(recipe, residuals, g, words, kernel_axes)
+    features = signature.kernel.shape[2:]
+    place = Placement.of_experts(kernel_axes, signature.kernel.shape)
+    dx, dw = backward_groups(recipe, residuals, g, words, features, place)
     return dx.astype(signature.x.dtype), dw.astype(signature.kernel.dtype)
 
 
