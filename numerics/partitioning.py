@@ -22,6 +22,7 @@ MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
     "tokens": ("data", "fsdp", "expert", "context"),  # batch and sequence as one
+    "expert_rows": ("context", "data", "fsdp"),  # of all devices, at their experts
     "residual_sequence": ("context", "tensor"),  # of the residual stream, between the blocks
     "features": ("tensor",),  # of rows on their way to an expert
     # Parameters, and the activations that they make.

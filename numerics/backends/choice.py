@@ -72,16 +72,12 @@ def _fault(name: str, recipe: Recipe, device: DeviceKind, sizes: LinearSizes | N
     """What this backend cannot run, with the remedy; None if it can."""
     if name == "emulated":
         return _size_fault(name, sizes)
+    # On a CPU the program of xla dequantises: for comparing.
+    if not (name == "xla" and device.platform == "cpu") and (fault := _device_fault(device)):
+        return f"{fault}; backend=emulated computes the same numbers anywhere"
     if name == "xla":
-        # On a CPU the same program dequantises: for comparing.
-        device_fault = None if device.platform == "cpu" else _device_fault(device)
-        return device_fault or _mixed_products(recipe) or _size_fault(name, sizes)
-    return (
-        _device_fault(device)
-        or installation_fault()
-        or recipe_fault(recipe)
-        or _size_fault(name, sizes)
-    )
+        return _mixed_products(recipe) or _size_fault(name, sizes)
+    return installation_fault() or recipe_fault(recipe) or _size_fault(name, sizes)
 
 
 def _device_fault(device: DeviceKind) -> str | None:
@@ -97,7 +93,7 @@ def _device_fault(device: DeviceKind) -> str | None:
         )
     else:
         fault = f"{device} has compute capability {capability} and FP4 products need {_CAPABLE}"
-    return f"{fault}; backend=emulated computes the same numbers anywhere"
+    return fault
 
 
 def _mixed_products(recipe: Recipe) -> str | None:

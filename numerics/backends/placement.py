@@ -88,7 +88,7 @@ class Placement(NamedTuple):
         """For kernel [E, K, *N]."""
         if kernel_axes is None:
             return cls()
-        return cls._of(kernel_axes, kernel_shape[2:], mesh_axis_sizes(), None, None)
+        return cls._of(kernel_axes, kernel_shape[2:], mesh_axis_sizes(), None, "expert_rows")
 
     @classmethod
     def _of(cls, kernel_axes, features, sizes, token_parts, tokens) -> "Placement":

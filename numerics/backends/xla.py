@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..formats import BLOCK, Format
 from ..platform import matmul_operand, on_cpu
 from ..quantize import expand_blocks, global_scale
-from ..random_bits import fold
+from ..random_bits import Place, fold
 from ..recipe import Operand, Recipe
 from . import emulated
 from .operands import (
@@ -56,9 +56,12 @@ def pack(
     words: jax.Array | None = None,
     *,
     num_features: int = 1,
+    rows_at: Place | None = None,
     swap: bool = False,
 ) -> Packed:
     """Round x [E, *rows, *C] along its last axis of rows (`axis` -2) or of all (-1).
+
+    rows_at: what stochastic rounding knows the rows by.
 
     Returns [E, R, C] in the order of `order`; with swap [E, C, R], rows padded to `ALIGNMENT`.
     """
@@ -73,7 +76,7 @@ def pack(
     if spec.format is not Format.NVFP4:
         values = matmul_operand(x.astype(spec.format.dtype))
         return Packed(arrange(values, (), 1), None, None)
-    values, scales, amax, blocked = round_nvfp4(spec, x, axes, words, expert_amax)
+    values, scales, amax, blocked = round_nvfp4(spec, x, axes, words, expert_amax, rows_at)
     # Values are arranged before the cast: XLA writes what it has just rounded where it belongs,
     # instead of moving half bytes afterwards.
     return Packed(
@@ -141,7 +144,12 @@ def fprop_groups(
 
 
 def forward_groups(
-    recipe: Recipe, x: jax.Array, kernel: jax.Array, words: jax.Array, place: Placement
+    recipe: Recipe,
+    x: jax.Array,
+    kernel: jax.Array,
+    words: jax.Array,
+    place: Placement,
+    rows_at: Place | None = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
     y, dgrad_w = fprop_groups(recipe, x, kernel, place)
@@ -156,7 +164,8 @@ def forward_groups(
         )
         dgrad_w = save(place.stored(dgrad_w), recipe.dgrad_w)
     words = fold(words, WGRAD_INPUT_SALT)
-    wgrad_x = pack(recipe.wgrad_x, pad_rows(x, -2), -2, place.order, words, swap=True)
+    x = pad_rows(x, -2)
+    wgrad_x = pack(recipe.wgrad_x, x, -2, place.order, words, rows_at=rows_at, swap=True)
     return y, Residuals(save(place.input(wgrad_x, swapped=True), recipe.wgrad_x), dgrad_w)
 
 
@@ -167,13 +176,20 @@ def backward_groups(
     words: jax.Array,
     features: tuple[int, ...],
     place: Placement,
+    rows_at: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(dx [E, *tokens, K], dw [E, K, *N]), float32, of g [E, *tokens, *N]."""
     wgrad_x, dgrad_w = residuals
     num_features = len(features)
     tokens = g.shape[1 : g.ndim - num_features]
     dgrad_g = pack(
-        recipe.dgrad_g, g, -1, place.order, fold(words, DGRAD_SALT), num_features=num_features
+        recipe.dgrad_g,
+        g,
+        -1,
+        place.order,
+        fold(words, DGRAD_SALT),
+        num_features=num_features,
+        rows_at=rows_at,
     )
     dx = multiply(place.gradient(dgrad_g), place.gathered(dgrad_w))
     wgrad_g = pack(
@@ -183,6 +199,7 @@ def backward_groups(
         place.order,
         fold(words, WGRAD_SALT),
         num_features=num_features,
+        rows_at=rows_at,
         swap=True,
     )
     wgrad_g = place.gradient(wgrad_g, swapped=True)

@@ -7,7 +7,7 @@ which is exact. Tiles of several rows an expert (dropless mixtures) have no such
 import jax
 
 from ..recipe import Recipe
-from .operands import LogicalAxes, Signature, Tiles
+from .operands import LogicalAxes, Shard, Signature, Tiles
 from .placement import Placement
 from .xla import Residuals, backward_groups, forward_groups, fprop_groups
 
@@ -31,9 +31,9 @@ def forward(
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
     _check(tiles)
-    y, residuals = forward_groups(
-        recipe, x, kernel, words, Placement.of_experts(kernel_axes, kernel.shape)
-    )
+    place = Placement.of_experts(kernel_axes, kernel.shape)
+    rows_at = tiles.place(x.shape[-1], None)
+    y, residuals = forward_groups(recipe, x, kernel, words, place, rows_at)
     return y.astype(x.dtype), residuals
 
 
@@ -50,12 +50,13 @@ def backward(
     _check(tiles)
     features = signature.kernel.shape[2:]
     place = Placement.of_experts(kernel_axes, signature.kernel.shape)
-    dx, dw = backward_groups(recipe, residuals, g, words, features, place)
+    rows_at = tiles.place(g.shape[-1], None)
+    dx, dw = backward_groups(recipe, residuals, g, words, features, place, rows_at)
     return dx.astype(signature.x.dtype), dw.astype(signature.kernel.dtype)
 
 
 def _check(tiles: Tiles) -> None:
-    if tiles.expert is not None:
+    if tiles.expert is not None or tiles.shard != Shard():
         raise ValueError(
             "backend 'xla' has one group of rows for each expert, x [experts, rows, K] without "
             "tile_expert: give the mixture a capacity_factor, or use backend='emulated'"

@@ -122,13 +122,23 @@ def assert_close(actual, expected, tolerance=2e-6):
 
 def count_e2m1_roundings(jaxpr) -> int:
     """How many tensors a jaxpr rounds to E2M1: each multiplies by the literal 1.5 * 2^22."""
-    total = 0
+    return sum(
+        equation.primitive.name == "mul"
+        and any(getattr(v, "val", None) == 1.5 * 2**22 for v in equation.invars)
+        for equation in equations(jaxpr)
+    )
+
+
+def count_primitive(jaxpr, name: str) -> int:
+    return sum(equation.primitive.name == name for equation in equations(jaxpr))
+
+
+def equations(jaxpr):
+    """Those of a jaxpr and of all that lie in its equations' parameters."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "mul":
-            total += any(getattr(v, "val", None) == 1.5 * 2**22 for v in equation.invars)
+        yield equation
         for parameter in equation.params.values():
             for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
                 inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
-                    total += count_e2m1_roundings(inner)
-    return total
+                    yield from equations(inner)

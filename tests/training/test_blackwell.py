@@ -1,0 +1,120 @@
+"""The real training step, compiled by XLA for Blackwell GPUs that are not there.
+
+What is read is the compiled program: every FP4 projection is cuDNN's block-scaled product, forward
+and both backward ones, and what moves of the weights is packed.
+"""
+
+import functools
+import re
+
+import jax
+import pytest
+
+from fp4zoo.configs import compose
+from fp4zoo.planning import targets
+from fp4zoo.planning.counting import count
+from fp4zoo.training.program import Program
+
+pytestmark = pytest.mark.skipif(
+    targets.plugin_library() is None or jax.default_backend() != "cpu",
+    reason="the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed: pip install "
+    "-e '.[plan]' (Python 3.12 or newer)",
+)
+
+LAYERS = 2
+SIZES = [
+    f"model.num_layers={LAYERS}",
+    "model.embed_dim=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.mlp_dim=512",
+    "model.vocab_size=512",
+    "precision.rules.first_blocks=0",
+    "precision.rules.last_blocks=0",
+    "batch_size=4",
+    "sequence_length=128",
+]
+LLAMA = ("model=llama-tiny", *SIZES)
+MIXTRAL = ("model=mixtral-tiny", *SIZES, "model.moe.capacity_factor=1.25")
+PRODUCT = 'custom_call_target="__cudnn$blockScaledDot"'
+
+
+@functools.cache
+def compiled(target: str, num_devices: int, *overrides: str) -> tuple[Program, str]:
+    """The program, and the text that XLA made of it."""
+    program = Program(
+        compose.load([*overrides, "backend=xla"]), targets.target_devices(target, num_devices)
+    )
+    with targets.cudnn_of(targets.find_target(target)):
+        lowered = program.lower_train_step()
+    # Choosing among kernels takes half of the time, and is no part of what is tested.
+    return program, lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+
+
+def fp4_products(program: Program) -> int:
+    """Runs of FP4 products in a step without recomputation: three for each FP4 linear."""
+    return 3 * LAYERS * len(program.backends)
+
+
+def check_products(target: str, overrides: tuple[str, ...], num_devices: int = 1) -> None:
+    program, text = compiled(target, num_devices, *overrides)
+    assert len(program.backends) == 4
+    assert {choice.name for _, choice in program.backends} == {"xla"}
+    assert count(text, num_devices).gemms["fp4"] == fp4_products(program)
+    # What is not FP4: the head's three products, and the router's three a layer.
+    others = {name: runs for name, runs in count(text, num_devices).gemms.items() if name != "fp4"}
+    router = 3 * LAYERS if program.config.model.moe else 0
+    assert sum(others.values()) == 3 + router, others
+    # One body for the layers' loop, so each product stands in the text once, unless XLA peels it.
+    if num_devices == 1:
+        assert text.count(PRODUCT) == 3 * len(program.backends)
+
+
+def test_every_fp4_projection_of_a_mixtral_is_a_block_scaled_product_on_gb300():
+    check_products("gb300", MIXTRAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "overrides"),
+    [("b200", LLAMA), ("gb300", LLAMA), ("b200", MIXTRAL)],
+    ids=["llama-b200", "llama-gb300", "mixtral-b200"],
+)
+def test_every_fp4_projection_is_a_block_scaled_product(target, overrides):
+    check_products(target, overrides)
+
+
+def gathered_bytes(text: str, dtypes: tuple[str, ...]) -> int:
+    """Bytes that all-gathers of weights bring to one device, each instruction once."""
+    sizes = {"s8": 1, "u8": 1, "f4e2m1fn": 0.5, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
+    total = 0
+    for line in text.splitlines():
+        if not (found := re.search(r"= (.*) all-gather(?:-start)?\(", line)):
+            continue
+        shapes = re.findall(r"(\w+)\[([\d,]+)\]", found[1])
+        if "all-gather-start(" in line:  # operands, then results
+            shapes = shapes[len(shapes) // 2 :]
+        for dtype, dimensions in shapes:
+            if dtype in dtypes:
+                elements = 1
+                for size in dimensions.split(","):
+                    elements *= int(size)
+                total += int(elements * sizes[dtype])
+    return total
+
+
+def test_fsdp_moves_packed_weights_on_b200():
+    """A Llama's step on four GPUs: what is gathered is FP4 and its scales."""
+    fsdp = (*LLAMA, "mesh.fsdp=4")
+    check_products("b200", fsdp, num_devices=4)
+    program, text = compiled("b200", 4, *fsdp)
+    config = program.config.model
+    attention = config.embed_dim * config.resolved_head_dim * (2 * config.num_heads + 4)
+    elements = LAYERS * (attention + 3 * config.embed_dim * config.mlp_dim)
+    # Forward and backward; half a byte a code and a scale for 16 x 16 of them.
+    expected = 2 * (elements // 2 + elements // 256)
+    collectives = count(text, 4).work.collectives
+    gathers = [c for c in collectives if c.kind == "all-gather"]
+    print(gathers)
+    assert gathered_bytes(text, ("s8", "u8", "f8e4m3fn"))
