@@ -77,7 +77,12 @@ def _fault(name: str, recipe: Recipe, device: DeviceKind, sizes: LinearSizes | N
         return f"{fault}; backend=emulated computes the same numbers anywhere"
     if name == "xla":
         return _mixed_products(recipe) or _size_fault(name, sizes)
-    return installation_fault() or recipe_fault(recipe) or _size_fault(name, sizes)
+    return (
+        installation_fault()
+        or recipe_fault(recipe)
+        or _size_fault(name, sizes)
+        or "fp4zoo does not call Transformer Engine yet: use backend=xla"
+    )
 
 
 def _device_fault(device: DeviceKind) -> str | None:
