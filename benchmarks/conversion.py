@@ -1,10 +1,16 @@
 """Speed and memory of conversion on a synthetic Mixtral in shards, beside `cp` of the same bytes.
 
-    python benchmarks/conversion.py FOLDER [--layers 16]
+    python benchmarks/conversion.py FOLDER [--layers 16] [--repeats 3]
 
 Writes about three times the model's size (6.2 GB at 16 layers) into FOLDER and removes it again.
 Each command runs in a process of its own; memory is its peak resident set, which counts the pages
 of the source that it has mapped.
+
+What a copy costs depends on what ran before it: on dirty pages that are still being written, on
+whether the page cache takes memory that was just freed or that a virtual machine must first get
+from its host. So each conversion stands between two copies of the very bytes that it reads, every
+one begins with nothing dirty and the output of the one before removed, and the ratio is that to the
+mean of its neighbours. Medians and the best of all repeats are reported.
 """
 
 from __future__ import annotations
@@ -13,9 +19,12 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -28,12 +37,12 @@ from fp4zoo.models import ModelConfig, MoEConfig
 
 _PROGRAM = """
 import resource, sys, time
-start = time.perf_counter()
 from fp4zoo import convert
-begin = time.perf_counter()
+begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
 status = convert.main(sys.argv[1:])
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(time.perf_counter() - begin, begin - start, used.ru_maxrss * 1024, used.ru_utime, status)
+seconds, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+print(seconds, used.ru_utime - before.ru_utime, used.ru_stime - before.ru_stime,
+      used.ru_maxrss * 1024, status)
 """
 
 
@@ -41,14 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     folder = options.folder / "fp4zoo-conversion-benchmark"
     folder.mkdir()
     try:
         size = write_model(folder / "hf", options.layers)
+        runs: dict[str, list[Run]] = {}
+        convert("from-hf", folder / "hf", folder / "ours")
         for _ in range(options.repeats):
-            measure(folder, size)
+            measure(folder, size, runs)
+        for name, found in runs.items():
+            report(f"{name}: median of {len(found)}", found, size)
     finally:
         shutil.rmtree(folder)
 
@@ -77,32 +90,54 @@ def write_model(folder: Path, layers: int) -> int:
     return size
 
 
-def measure(folder: Path, size: int) -> None:
-    copy = folder / "copy"
+@dataclass(frozen=True)
+class Run:
+    """One conversion: wall time in seconds, that of a copy beside it, CPU time, peak memory."""
+
+    seconds: float
+    copy_seconds: float
+    user: float
+    system: float
+    peak: float
+
+
+def measure(folder: Path, size: int, runs: dict[str, list[Run]]) -> None:
+    """Runs every conversion once."""
+    out = folder / "out"
+    for name, source, options in (
+        ("from-hf", "hf", ()),
+        ("to-hf", "ours", ()),
+        ("to-hf nvfp4", "ours", ("--format", "nvfp4")),
+    ):
+        before = copy_seconds(folder / source, folder / "copy")
+        seconds, user, system, peak = convert(name.split()[0], folder / source, out, *options)
+        if name == "to-hf" and name not in runs:
+            same(folder / "hf", out)
+        shutil.rmtree(out)
+        after = copy_seconds(folder / source, folder / "copy")
+        run = Run(seconds, (before + after) / 2, user, system, peak)
+        runs.setdefault(name, []).append(run)
+        report(name, [run], size)
+
+
+def copy_seconds(source: Path, target: Path) -> float:
+    """Seconds of `cp -r`; the copy is removed."""
     os.sync()
     begin = time.perf_counter()
-    subprocess.run(["cp", "-r", folder / "hf", copy], check=True)
-    report("cp", time.perf_counter() - begin, size, 0)
-    shutil.rmtree(copy)
-    ours = folder / "ours"
-    commands = {
-        "from-hf": ["from-hf", folder / "hf", ours],
-        "to-hf": ["to-hf", ours, folder / "back"],
-        "to-hf nvfp4": ["to-hf", ours, folder / "fp4", "--format", "nvfp4"],
-        "from-hf nvfp4": ["from-hf", folder / "fp4", folder / "read"],
-    }
-    for name, arguments in commands.items():
-        os.sync()
-        command = [sys.executable, "-c", _PROGRAM, *map(str, arguments)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        seconds, imports, peak, user, status = map(float, done.stdout.split("\n")[-2].split())
-        assert status == 0
-        report(name, seconds, size, peak, f", {user:.1f} s of CPU, imports {imports:.1f} s")
-        if name == "to-hf":
-            same(folder / "hf", folder / "back")
-            shutil.rmtree(folder / "back")
-    for name in ("ours", "fp4", "read"):
-        shutil.rmtree(folder / name)
+    subprocess.run(["cp", "-r", source, target], check=True)
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(target)
+    return seconds
+
+
+def convert(*arguments: object) -> tuple[float, float, float, float]:
+    """(wall, user and system seconds, peak bytes) of convert.py in a process, without imports."""
+    os.sync()
+    command = [sys.executable, "-c", _PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, user, system, peak, status = map(float, done.stdout.split("\n")[-2].split())
+    assert status == 0
+    return seconds, user, system, peak
 
 
 def same(first: Path, second: Path) -> None:
@@ -117,9 +152,20 @@ def same(first: Path, second: Path) -> None:
         )
 
 
-def report(name: str, seconds: float, size: int, peak: float, more: str = "") -> None:
-    memory = f", peak {peak / 2**30:.2f} GiB" if peak else ""
-    print(f"{name:14} {seconds:6.1f} s  {size / 1e9 / seconds:5.2f} GB/s{memory}{more}", flush=True)
+def report(name: str, runs: list[Run], size: int) -> None:
+    def median(values: Iterable[float]) -> float:
+        return statistics.median(values)
+
+    ratios = [run.copy_seconds / run.seconds for run in runs]
+    best = f", best {max(ratios):.2f}" if len(runs) > 1 else ""
+    print(
+        f"{name:24} {size / 1e9 / median(run.seconds for run in runs):5.2f} GB/s, "
+        f"cp {size / 1e9 / median(run.copy_seconds for run in runs):5.2f}, "
+        f"ratio {median(ratios):.2f}{best}, CPU {median(run.user for run in runs):.1f} s + "
+        f"{median(run.system for run in runs):.1f} s of the kernel's, "
+        f"peak {max(run.peak for run in runs) / 2**30:.2f} GiB",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
