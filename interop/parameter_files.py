@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .array_files import Check, write_array
+from .array_files import Check, map_array, write_array
 from .layout import Index, Parameter
 
 _CHUNK_BYTES = 128 * 2**20
 _ORBAX_METADATA = "_METADATA"
+_DESCRIPTION = "zarr.json"
 
 
 class ParameterWriter:
@@ -34,25 +35,8 @@ class ParameterWriter:
     def add(self, parameter: Parameter, dtype: np.dtype) -> None:
         """Declares a parameter; its slabs can then be written in any order."""
         (self.folder / parameter.name).mkdir()
-        chunk = list(parameter.shape)
-        chunk[: parameter.leading] = [1] * parameter.leading
-        first = parameter.leading + parameter.order[0]
-        chunk[first] = chunk_rows(parameter, dtype)
-        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-        if parameter.stored_axes != tuple(range(len(parameter.shape))):
-            order = {"order": list(parameter.stored_axes)}
-            codecs.insert(0, {"name": "transpose", "configuration": order})
-        description = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(parameter.shape),
-            "data_type": dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "fill_value": 0,
-            "codecs": codecs,
-        }
-        (self.folder / parameter.name / "zarr.json").write_text(json.dumps(description))
+        description = _describe(parameter, dtype)
+        (self.folder / parameter.name / _DESCRIPTION).write_text(json.dumps(description))
         self._tree[str(parameter.path)] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in parameter.path],
             "value_metadata": {
@@ -65,7 +49,7 @@ class ParameterWriter:
             "array_metadata": {
                 "param_name": parameter.name,
                 "write_shape": list(parameter.shape),
-                "chunk_shape": chunk,
+                "chunk_shape": description["chunk_grid"]["configuration"]["chunk_shape"],
                 "ext_metadata": None,
             }
         })  # fmt: skip
@@ -80,10 +64,7 @@ class ParameterWriter:
         check: Check = None,
     ) -> None:
         """Writes chunk number `chunk` along the first stored axis of one slab. Thread-safe."""
-        index = [0] * len(parameter.shape)
-        index[: parameter.leading] = leading
-        index[parameter.leading + parameter.order[0]] = chunk
-        name = ".".join(["c", *map(str, index)])
+        name = _chunk_name(parameter, leading, chunk)
         with (self.folder / parameter.name / name).open("wb", buffering=0) as file:
             write_array(file.fileno(), data, check=check)
 
@@ -100,6 +81,35 @@ class ParameterWriter:
             "custom_metadata": None,
         }
         (self.folder / _ORBAX_METADATA).write_text(json.dumps(metadata))
+
+
+def _describe(parameter: Parameter, dtype: np.dtype) -> dict[str, Any]:
+    """The zarr.json of a parameter."""
+    chunk = list(parameter.shape)
+    chunk[: parameter.leading] = [1] * parameter.leading
+    first = parameter.leading + parameter.order[0]
+    chunk[first] = chunk_rows(parameter, dtype)
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if parameter.stored_axes != tuple(range(len(parameter.shape))):
+        order = {"order": list(parameter.stored_axes)}
+        codecs.insert(0, {"name": "transpose", "configuration": order})
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(parameter.shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": codecs,
+    }
+
+
+def _chunk_name(parameter: Parameter, leading: tuple[int, ...], chunk: int) -> str:
+    index = [0] * len(parameter.shape)
+    index[: parameter.leading] = leading
+    index[parameter.leading + parameter.order[0]] = chunk
+    return ".".join(["c", *map(str, index)])
 
 
 def chunk_rows(parameter: Parameter, dtype: np.dtype) -> int:
@@ -155,11 +165,40 @@ class ParameterReader:
 
     def read(self, parameter: Parameter, leading: tuple[int, ...], index: Index = ()) -> np.ndarray:
         """`index` of one slab in stored order."""
+        mapped = self._map(parameter, leading, index)
+        if mapped is not None:
+            return mapped
         store = self._stores[parameter.name].transpose(parameter.stored_axes)
         try:
             return store[(*leading, *index)].read().result()
         except (ValueError, IndexError) as error:
             raise self._damaged(parameter.name, error) from error
+
+    def _map(
+        self, parameter: Parameter, leading: tuple[int, ...], index: Index
+    ) -> np.ndarray | None:
+        """The same mapped from the one chunk that it lies in, if `ParameterWriter` wrote it so."""
+        dtype = self.dtypes[parameter.name]
+        folder = self.folder / parameter.name
+        rows, size = chunk_rows(parameter, dtype), parameter.slab_shape[0]
+        first = index[0] if index else slice(None)
+        start, stop = (first, first + 1) if isinstance(first, int) else first.indices(size)[:2]
+        chunk = start // rows
+        if stop > (chunk + 1) * rows or not (folder / _DESCRIPTION).is_file():
+            return None
+        try:
+            description = json.loads((folder / _DESCRIPTION).read_text())
+            file = folder / _chunk_name(parameter, leading, chunk)
+            shape = (rows, *parameter.slab_shape[1:])
+            nbytes = math.prod(shape) * dtype.itemsize
+            if description != _describe(parameter, dtype) or file.stat().st_size != nbytes:
+                return None
+            array = map_array(file, 0, dtype, shape)
+        except (OSError, ValueError):  # TensorStore says what is wrong
+            return None
+        begin = chunk * rows
+        local = start - begin if isinstance(first, int) else slice(start - begin, stop - begin)
+        return array[(local, *index[1:])]
 
     def _damaged(self, name: str, error: Exception) -> UserError:
         reason = " ".join(str(error).split())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 import threading
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import UserError
-from .array_files import Check, write_array
+from .array_files import Check, map_array, write_array
 from .config_reader import parse_object
 
 DTYPES: dict[str, np.dtype] = {
@@ -40,8 +39,6 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# All pages at once where the system can: one by one they cost more than reading them.
-_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 
 
@@ -60,14 +57,7 @@ class TensorEntry:
 
     def read(self) -> np.ndarray:
         """The tensor, mapped into memory and never written to."""
-        if self.nbytes == 0:
-            return np.empty(self.shape, self.dtype)
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
-        length = self.offset - start + self.nbytes
-        with self.path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), length, _MAP_FLAGS, mmap.PROT_READ, offset=start)
-        flat = np.frombuffer(mapped, np.uint8, self.nbytes, self.offset - start)
-        return flat.view(self.dtype).reshape(self.shape)
+        return map_array(self.path, self.offset, self.dtype, self.shape)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
