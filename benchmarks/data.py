@@ -83,8 +83,13 @@ def _packed_batches(config: DataConfig, tokenizer: Tokenizer, rounds: int, folde
     kinds["prepared folder"] = DataConfig(path=str(folder))
     for kind, kind_config in kinds.items():
         for batch_size, sequence_length in SHAPES:
-            shape = {"batch_size": batch_size, "sequence_length": sequence_length}
-            iterator = make_train_iterator(kind_config, tokenizer, seed=0, **shape)
+            iterator = make_train_iterator(
+                kind_config,
+                tokenizer,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                seed=0,
+            )
             number = TOKENS_PER_ROUND // (batch_size * sequence_length)
             _read(iterator, number)
             read = functools.partial(_read, iterator, number)

@@ -39,7 +39,7 @@ def config_from_arguments(arguments: Sequence[str]) -> DataConfig:
 
 def _value(key: str, text: str, kind: Any) -> Any:
     if kind in (str, str | None):
-        return None if text in ("null", "") and kind is not str else text
+        return None if text == "null" and kind is not str else text
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

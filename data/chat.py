@@ -33,7 +33,6 @@ class ChatTemplate:
         import jinja2.sandbox
 
         self.source = source
-        self._failure = jinja2.TemplateError
         self._special = tokenizer.special_tokens
         names = sorted(self._special, key=len, reverse=True)
         self._border = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -50,9 +49,10 @@ class ChatTemplate:
         }
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())
             raise UserError(
-                f"{name} is not a Jinja template ({error}): name another data.chat_template"
+                f"{name} is not a Jinja template ({reason}): name another data.chat_template"
             ) from error
 
     def segments(self, messages: list[dict[str, str]]) -> list[tuple[str | int, bool]]:
@@ -86,8 +86,9 @@ class ChatTemplate:
     def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt)
-        except (self._failure, TypeError, ValueError, KeyError, IndexError) as error:
-            raise TemplateFailure(str(error)) from error
+        except Exception as error:  # a template is a program: it may raise anything
+            reason = " ".join(str(error).split())
+            raise TemplateFailure(reason or type(error).__name__) from error
 
     def _protected(
         self, messages: list[dict[str, str]]

@@ -15,6 +15,7 @@ ARROW_SUFFIXES = (".arrow",)
 ARRAY_RECORD_SUFFIXES = (".array_record", ".arrayrecord")
 LARGEST_VALUE = 64 << 20
 _ROWS = 1024
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow IPC stream
 _RECORDS = 256
 
 
@@ -164,12 +165,28 @@ def _arrow_batches(file: Path) -> Iterator[Any]:
             if is_file:
                 reader = arrow.ipc.open_file(mapped)
                 for number in range(reader.num_record_batches):
-                    yield reader.get_batch(number)
+                    yield _validated(reader.get_batch(number))
             else:
+                _check_end(file)
                 with arrow.ipc.open_stream(mapped) as reader:
-                    yield from reader
-        except arrow.ArrowInvalid as error:
+                    yield from map(_validated, reader)
+        except (arrow.ArrowException, SystemError) as error:
             raise _damaged(file, error) from error
+
+
+def _validated(batch: Any) -> Any:
+    """The batch, its offsets looked at first: damaged ones would read beyond the memory."""
+    batch.validate(full=True)
+    return batch
+
+
+def _check_end(file: Path) -> None:
+    """Raises UserError unless the stream ends with its marker: one that was cut between two
+    batches reads like a shorter one."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(_END_OF_STREAM)))
+        if stream.read() != _END_OF_STREAM:
+            raise _damaged(file, ValueError("its end is missing"))
 
 
 def _open_array_record(file: Path) -> Any:
@@ -211,6 +228,6 @@ def _read_array_record(
 def _parse(content: bytes, name: str, record_format: str, field: str) -> Document | BadRecord:
     try:
         record = json.loads(content)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         return BadRecord("not JSON", name, f"the record is not JSON ({error})")
     return document_from_record(record, name, record_format, field)

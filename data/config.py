@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, check_choice, did_you_mean
@@ -13,6 +14,9 @@ FORMATS = ("text", "prompt_completion", "chat")
 TOKENIZER_TYPES = ("bpe", "unigram")
 DOCUMENT_STARTS = ("auto", "bos", "eos", "none")
 DOCUMENT_ENDS = ("eos", "none")
+_MOST_WORKERS = 256
+_LARGEST_SHARE = 1_000_000
+_LONGEST_NAME = 255  # bytes, on every file system in use
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,18 @@ class DataConfig:
             raise UserError(
                 f"data.validation_fraction={self.validation_fraction} must be in [0, 1)"
             )
-        if self.num_workers < 0:
-            raise UserError(f"data.num_workers={self.num_workers} must be 0 or more")
+        if not 0 <= self.num_workers <= _MOST_WORKERS:
+            raise UserError(
+                f"data.num_workers={self.num_workers} must be 0 to {_MOST_WORKERS}: threads beyond "
+                "the CPUs gain nothing"
+            )
+        for key in ("path", "tokenizer", "chat_template"):
+            _check_path(f"data.{key}", getattr(self, key))
+        if self.tokenizer_vocab_size is not None and self.tokenizer_vocab_size < 1:
+            raise UserError(
+                f"data.tokenizer_vocab_size={self.tokenizer_vocab_size} must be positive, or null "
+                "for the model's vocabulary"
+            )
         if self.tokenizer_vocab_size is not None and self.tokenizer is not None:
             raise UserError(
                 f"data.tokenizer_vocab_size={self.tokenizer_vocab_size} is for a tokenizer that is "
@@ -147,9 +161,25 @@ def _source(number: int, value: SourceConfig | Mapping[str, Any]) -> SourceConfi
     for key in ("path", "field", "format"):
         if not isinstance(getattr(value, key), str | None):
             raise UserError(f"{where}.{key}={getattr(value, key)}: expected text")
+    _check_path(f"{where}.path", value.path)
     if value.format is not None:
         check_choice(f"{where}.format", value.format, FORMATS)
     return value
+
+
+def _check_path(key: str, path: str | None) -> None:
+    """Raises UserError for a path that no file can have."""
+    if path is None:
+        return
+    if not path.strip() or "\0" in path:
+        raise UserError(f"{key}={path!r} is empty: name a file, or null for the default")
+    if path.startswith("~"):
+        try:
+            Path(path).expanduser()
+        except RuntimeError as error:
+            raise UserError(f"{key}={path}: there is no such user's home directory") from error
+    if any(len(part.encode(errors="surrogateescape")) > _LONGEST_NAME for part in Path(path).parts):
+        raise UserError(f"{key}={path[:40]}... has a name of more than {_LONGEST_NAME} bytes")
 
 
 def _check_shares(sources: tuple[SourceConfig, ...]) -> None:
@@ -170,7 +200,9 @@ def _check_shares(sources: tuple[SourceConfig, ...]) -> None:
             share = getattr(source, key)
             if share is None:
                 continue
-            if not isinstance(share, (int, float)) or not 0 < share < float("inf"):
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not is_number or not 0 < share <= _LARGEST_SHARE:
                 raise UserError(
-                    f"{where} has {key}={share}: give a positive number, or remove the source"
+                    f"{where} has {key}={str(share)[:40]}: give a positive number up to "
+                    f"{_LARGEST_SHARE:,}, or remove the source"
                 )

@@ -121,6 +121,11 @@ class DocumentEncoder:
             segments = self._template.segments(record["messages"])
         except TemplateFailure as failure:
             return BadRecord("template", document.name, f"the chat template says: {failure}")
+        if any(isinstance(part, str) and not _is_utf8(part) for part, _ in segments):
+            detail = "the chat template writes half a surrogate pair"
+            return BadRecord("template", document.name, detail)
+        if not any(trained for _, trained in segments):
+            return BadRecord("template", document.name, "the chat template leaves the answers out")
         if segments[0][0] == self._start:  # packing puts it there
             segments = segments[1:]
         return segments
@@ -142,3 +147,11 @@ class DocumentEncoder:
         if mask is not None and not mask.any():
             return BadRecord("no answer", document.name, "it has no token to train on")
         return Encoded(ids, mask, first)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -201,12 +201,20 @@ def _list_files(path: str) -> list[Path]:
         return files
     if not root.exists():
         raise UserError(f"data.path={path} does not exist: name a file, a directory or a pattern")
+    if not root.is_file():
+        raise UserError(f"data.path={path} is no regular file (a device or a pipe): name a file")
     return [root]
 
 
 def _training_split(root: Path) -> Path:
     """The folder of the split "train" of a saved DatasetDict."""
-    splits = json.loads((root / _DATASET_SPLITS).read_text())["splits"]
+    try:
+        splits = list(map(str, json.loads((root / _DATASET_SPLITS).read_text())["splits"]))
+        splits[0]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{root / _DATASET_SPLITS} is not what `datasets` writes ({error}): save it again"
+        ) from error
     if "train" not in splits:
         raise UserError(
             f"{root} is a dataset with the splits {', '.join(splits)} but no train: "

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -96,7 +97,7 @@ def show(
     for part, share in zip(parts, iterator.shares, strict=True):
         train, dropped = part.manifest["train"], part.manifest["read"]["dropped"]
         table.add_row(
-            part.description,
+            escape(part.description),
             f"{train['documents']:,}",
             f"{train['tokens']:,}",
             f"{share:.2%}",

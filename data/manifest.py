@@ -11,7 +11,7 @@ from .cache import hash_of
 from .documents import ReadReport
 from .streams import SPLITS, is_whole
 
-FORMAT = 2  # raise it when files of the same key would differ
+FORMAT = 3  # raise it when files of the same key would differ
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 _COUNTS = ("documents", "tokens", "trained_tokens", "bytes")
@@ -79,11 +79,12 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest if the folder is whole: present, readable, and its files of the right size."""
+    """The manifest if the folder is whole: present, readable, and its files as they were."""
     try:
         manifest = json.loads((directory / MANIFEST_FILE).read_text())
-        dtype = np.dtype(manifest["dtype"])
+        np.dtype(manifest["dtype"])
+        ReadReport.from_dict(manifest["read"])
         whole = manifest["digest"] and manifest["format"] == FORMAT
-        return manifest if whole and is_whole(directory, manifest["shards"], dtype) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return manifest if whole and is_whole(directory, manifest["shards"]) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

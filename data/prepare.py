@@ -13,24 +13,26 @@ folder is complete, 2 for a mistake (one line on standard error), 130 when inter
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import json
 import multiprocessing
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .arguments import config_from_arguments
-from .cache import hash_of, publish
+from .cache import discard, hash_of, publish
 from .config import DataConfig
 from .corpus import about_corpus, available_cpus, describe_result, prepared_tokenizer
 from .default_tokenizer import load_tokenizer
-from .documents import Unit, split_threshold
+from .documents import Source, Unit, split_threshold
 from .encoding import DocumentEncoder
 from .manifest import (
     FORMAT,
@@ -43,8 +45,10 @@ from .manifest import (
 from .progress import byte_progress, note
 from .shards import write_shard
 from .sources import PLAN_FILE, open_source, prepared_folder
+from .streams import is_whole
 
 _SHARD_FILE = "shard.json"
+_LOCK_FILE = ".lock"
 _DEFAULT_VOCABULARY = 32_768
 _NO_LIMIT = 1 << 40
 
@@ -90,7 +94,6 @@ def prepare(
             "data.sources: prepare each source into a folder of its own, and list the folders in "
             "data.sources for train.py"
         )
-    began = time.perf_counter()
     source = open_source(config)
     key = hash_of(
         format=FORMAT,
@@ -99,6 +102,20 @@ def prepare(
         vocab_size=vocab_size,
         shard_megabytes=shard_megabytes,
     )
+    with _alone_in(folder):
+        return _prepare(config, folder, source, key, vocab_size, shard_megabytes, num_processes)
+
+
+def _prepare(
+    config: DataConfig,
+    folder: Path,
+    source: Source,
+    key: str,
+    vocab_size: int | None,
+    shard_megabytes: int,
+    num_processes: int | None,
+) -> dict[str, Any]:
+    began = time.perf_counter()
     plan = _plan(config, folder, key, vocab_size, shard_megabytes)
     tokenizer = prepared_tokenizer(folder)
     threshold = plan["threshold"]
@@ -108,7 +125,7 @@ def prepare(
     jobs = [
         _Job(folder, name, units, config, threshold, source.fingerprint())
         for name, units in shards.items()
-        if not (folder / name / _SHARD_FILE).is_file()
+        if not _is_done(folder / name)
     ]
     done = len(shards) - len(jobs)
     if done:
@@ -116,8 +133,7 @@ def prepare(
     if read_manifest(folder) is None or jobs:
         _write_shards(jobs, f"Tokenising {source.description}", num_processes or available_cpus())
         written = [
-            {"directory": name, **json.loads((folder / name / _SHARD_FILE).read_text())}
-            for name in shards
+            {"directory": name, **_read_json(folder / name / _SHARD_FILE)} for name in shards
         ]
         encoder = DocumentEncoder(config, tokenizer)
         about = about_corpus(config, source, tokenizer, encoder, threshold)
@@ -138,15 +154,17 @@ def _plan(
     """The plan in the folder if it is the same preparation's, else a new one with the tokenizer."""
     file = folder / PLAN_FILE
     if file.is_file():
-        plan = json.loads(file.read_text())
-        if plan["key"] != key:
+        plan = _read_json(file)
+        if plan.get("key") == key and {"threshold", "shards"} <= plan.keys():
+            return plan
+        if any(folder.glob(f"*/{_SHARD_FILE}")):
             raise UserError(
                 f"{folder} holds another preparation (other files or settings): remove it, or name "
                 "another folder"
             )
-        return plan
+        file.unlink()  # nothing was done by it
     partial = file.with_suffix(".partial")
-    if folder.exists() and not _is_empty(folder, {TOKENIZER_FOLDER, partial.name}):
+    if not {path.name for path in folder.iterdir()} <= {TOKENIZER_FOLDER, partial.name, _LOCK_FILE}:
         raise UserError(f"{folder} is not an empty folder: name another")
     limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
     tokenizer = load_tokenizer(config, vocab_size or limit)
@@ -181,8 +199,54 @@ def _plan(
     return plan
 
 
-def _is_empty(folder: Path, but_for: set[str]) -> bool:
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= but_for
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes of this command out of it, until this one ends
+    however it ends.
+
+    Raises:
+      UserError: it cannot be made, or another process is at work in it.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK_FILE).open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder} ({error.strerror or error}): name a folder with room"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is preparing {folder}: wait for it, or name another folder"
+            ) from error
+        try:
+            yield
+        finally:
+            (folder / _LOCK_FILE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds something
+                if is_new:
+                    folder.rmdir()
+
+
+def _is_done(shard: Path) -> bool:
+    """Whether a shard is there as it was written; a damaged one is removed."""
+    told = _read_json(shard / _SHARD_FILE)
+    if told and is_whole(shard, [{"directory": ".", **told}]):
+        return True
+    discard(shard)
+    return False
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of ours; empty when it is missing or damaged."""
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _write_shards(jobs: list[_Job], description: str, num_processes: int) -> None:
@@ -242,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, help="of a trained tokenizer (default 32768)")
     parser.add_argument("--shard-megabytes", type=int, default=64, help="of text per shard")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         config = config_from_arguments(arguments.settings)
         if prepared_folder(config.path) is not None:

@@ -47,6 +47,9 @@ def _chat(messages: Any, name: str, key: str, record: Any) -> Document | BadReco
         if not all(isinstance(text, str) for text in texts):
             detail = f"message {number} of {key!r} has no text under 'role' and 'content'"
             return BadRecord("bad message", name, detail)
+        if message.get("tool_calls"):
+            detail = f"message {number} of {key!r} calls tools, which is not supported"
+            return BadRecord("tool calls", name, detail)
     if not any(message["role"] == ANSWER_ROLE for message in messages):
         detail = f"no message of {key!r} has the role {ANSWER_ROLE!r}, so nothing is to be learned"
         return BadRecord("no answer", name, detail)
@@ -60,6 +63,8 @@ def _is_dict(value: Any) -> bool:
 
 def _no_field(record: Any, name: str, key: str, what: str) -> BadRecord:
     found = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else "no keys"
+    if isinstance(record, dict) and key in record:
+        found = f"{type(record[key]).__name__} there"
     reason = "no text field" if what == "text" else f"no {what}"
     detail = f"no {what} under {key!r} (it has {found}; data.field names the key)"
     return BadRecord(reason, name, detail)

@@ -146,7 +146,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str =
             f"{SMALLEST_VOCABULARY}): set model.vocab_size or data.tokenizer=bytes"
         )
     pieces = [piece for text in texts for piece in _training_pieces(text)]
-    if not any(piece.strip() for piece in pieces):
+    if not any(piece.strip("\0 \t\r\n") for piece in pieces):
         raise UserError("the corpus has no text to train a tokenizer on: set data.tokenizer=bytes")
     pieces = _without_rare_characters(pieces, (vocab_size - 260) // 4)
     model = io.BytesIO()

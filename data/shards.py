@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import UserError
 from .documents import BadRecord, Document, ReadReport, Source, Unit, kept_documents
 from .encoding import DocumentEncoder, Encoded
-from .streams import SPLITS
+from .streams import SPLITS, fingerprints
 
 _BATCH_BYTES = 4_000_000
 
@@ -102,7 +102,7 @@ def write_shard(
       advance: is told the bytes of each document that is done.
 
     Returns:
-      JSON-able: the report of what was read, and each split's counts.
+      JSON-able: the report of what was read, each split's counts, and the files' `fingerprints`.
 
     Raises:
       UserError: the source cannot be read, or a record is bad and `skip_bad` is False.
@@ -126,7 +126,7 @@ def write_shard(
                 writers[document.split_hash < threshold].append(document, encoded)
                 advance(len(document.content))
     counts = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}
-    return {"read": report.as_dict(), **counts}
+    return {"read": report.as_dict(), "files": fingerprints(directory), **counts}
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

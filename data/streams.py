@@ -8,6 +8,7 @@
 <split>.first.npy     int32 [documents], each one's first token, only where none is put before
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 SPLITS = ("train", "validation")
+_END_BYTES = 4096
 
 
 class Joined:
@@ -111,16 +113,26 @@ def open_stream(
     return TokenStream(tokens, np.concatenate(starts), start_id, pad_id, mask, first)
 
 
-def is_whole(directory: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> bool:
-    """Whether the files of all shards are there and of the right size."""
-    for shard in shards:
-        for split in SPLITS:
-            file = directory / shard["directory"] / f"{split}.tokens"
-            if not file.is_file() or not file.with_suffix(".starts.npy").is_file():
-                return False
-            if file.stat().st_size != shard[split]["tokens"] * dtype.itemsize:
-                return False
-    return True
+def fingerprints(directory: Path) -> dict[str, list[Any]]:
+    """Size and a hash of both ends of every file of a shard: enough to see that one was cut,
+    exchanged or overwritten, without reading what may be terabytes."""
+    found = {}
+    for file in sorted(path for path in directory.iterdir() if path.is_file()):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            ends = opened.read(_END_BYTES)
+            opened.seek(max(0, size - _END_BYTES))
+            ends += opened.read(_END_BYTES)
+        found[file.name] = [size, hashlib.blake2b(ends, digest_size=8).hexdigest()]
+    return found
+
+
+def is_whole(directory: Path, shards: list[dict[str, Any]]) -> bool:
+    """Whether the files of all shards are there as they were written."""
+    return all(
+        shard["files"].items() <= fingerprints(directory / shard["directory"]).items()
+        for shard in shards
+    )
 
 
 def join_streams(streams: list[TokenStream]) -> TokenStream:

@@ -143,7 +143,7 @@ def _parse(line: bytes, name: str, record_format: str, field: str) -> Document |
         record = json.loads(line)
     except UnicodeDecodeError as error:
         return BadRecord("not UTF-8", name, f"byte {error.start} of the line is not UTF-8 text")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         return BadRecord("not JSON", name, f"the line is not JSON ({error})")
     return document_from_record(record, name, record_format, field)
 

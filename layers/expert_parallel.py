@@ -235,7 +235,7 @@ class _Mesh:
         split = {"rows": rows, "experts": () if expert is None else (expert,)}
         self.shards = Shard(**split, out_features=features), Shard(**split, in_features=features)
         self.arguments = (self.x, self.tokens, self.tokens, self.tokens)
-        self.routed = Routed(self.x, self.tokens, self.tokens)
+        self.routed = Routed._make((self.x, self.tokens, self.tokens))  # specs in arrays' places
 
     def map(self, function, in_specs, out_specs):
         """`function` on every device's part of its arguments."""

@@ -48,7 +48,7 @@ class Shard:
 
     def whole_amax(self, amax: jax.Array) -> jax.Array:
         """Each expert's amax on all devices from its amax on this one."""
-        split = {self.in_features, self.out_features} - {None}
+        split = {axis for axis in (self.in_features, self.out_features) if axis is not None}
         # An operand that one of them does not split is the same there: its maximum too.
         axes = (*self.rows, *sorted(split))
         return jax.lax.pmax(amax, axes) if axes else amax

@@ -103,7 +103,7 @@ class Placement(NamedTuple):
 
     def gathered(self, weight: Packed) -> Packed:
         """As a product needs it: split as its activations are."""
-        return _place(weight, _whole(self.weight))
+        return weight if self.weight is None else _place(weight, _whole(self.weight))
 
     def input(self, x: Packed, *, swapped: bool = False) -> Packed:
         return self._activation(x, 1, swapped)
@@ -122,8 +122,8 @@ class Placement(NamedTuple):
         return _place(x, (self.weight[0], *axes))
 
 
-def _whole(axes: LogicalAxes) -> LogicalAxes:
-    return axes and tuple(None if axis in STORAGE_AXES else axis for axis in axes)
+def _whole(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    return tuple(None if axis in STORAGE_AXES else axis for axis in axes)
 
 
 def _parts(axis: str | None, size: int, sizes: dict[str, int]) -> int:

@@ -48,7 +48,7 @@ def as_options(recipe: Recipe) -> dict[str, bool] | None:
     """The recipe as arguments of `nvfp4_recipe`; None for one that it cannot make."""
     names = ("hadamard", "stochastic_rounding", "two_dimensional_weights")
     for values in itertools.product((True, False), repeat=3):
-        options = dict(zip(names, values, strict=True))
+        options: dict[str, bool] = dict(zip(names, values, strict=True))
         if nvfp4_recipe(**options).operands == recipe.operands:
             return options
     return None

@@ -11,7 +11,7 @@ from fp4zoo.errors import UserError
         ([{"path": "a"}], r"sources\[0\] \(a\) has neither weight nor epochs: give it one"),
         ([{"weight": 1, "epochs": 1}], r"\(the standard library\) has both weight and epochs"),
         ([{"weight": 1}, {"path": "b", "weight": 0}], r"sources\[1\] \(b\) has weight=0: give a"),
-        ([{"weight": -1}], r"has weight=-1: give a positive number, or remove the source"),
+        ([{"weight": -1}], r"has weight=-1: give a positive number up to 1,000,000, or remove the source"),
         ([{"weight": float("nan")}], r"has weight=nan: give a positive"),
         ([{"epochs": float("inf")}], r"has epochs=inf: give a positive"),
         ([{"weight": "much"}], r"has weight=much: give a positive"),
