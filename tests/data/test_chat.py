@@ -175,3 +175,49 @@ def test_where_templates_come_from(chat_tokenizer_file, tmp_path):
         tokenizer.save(saved)
         (saved / "chat_template.jinja").unlink(missing_ok=True) if not file else None
         assert load_tokenizer_file(saved).chat_template == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1/0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 2.0**99999 }}", "Numerical result out of range|Result too large"),
+        ("", "leaves the answers out"),
+        ("{{ raise_exception('a\nb') }}", "a b"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(
+    tmp_path, cache_home, chat_tokenizer_file, template, message
+):
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    config = dataclasses.replace(write_chats(tmp_path, [MESSAGES]), chat_template=str(file))
+    with pytest.raises(UserError, match=rf"chats\.jsonl:1: .*({message})") as caught:
+        load_corpus(config, load_tokenizer_file(chat_tokenizer_file))
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_of_tools_are_no_answers(tmp_path, cache_home, chat_tokenizer_file):
+    chat = [MESSAGES[1], MESSAGES[2] | {"tool_calls": [{"name": "f"}]}]
+    config = write_chats(tmp_path, [chat, MESSAGES])
+    tokenizer = load_tokenizer_file(chat_tokenizer_file)
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: message 1 of 'messages' calls tools"):
+        load_corpus(config, tokenizer)
+    corpus = load_corpus(dataclasses.replace(config, on_bad_record="skip"), tokenizer)
+    assert corpus.manifest["read"]["dropped"] == {"tool calls": 1}
+
+
+@pytest.mark.parametrize("name", ["train.mask", "train.hashes.npy", "train.starts.npy"])
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"")])
+def test_a_cache_that_lost_its_mask_is_made_again(
+    tmp_path, cache_home, chat_tokenizer_file, name, damage
+):
+    """Else the loss would cover the prompts."""
+    config, tokenizer = write_chats(tmp_path, [MESSAGES]), load_tokenizer_file(chat_tokenizer_file)
+    first = load_corpus(config, tokenizer)
+    mask = np.array(first.train.mask)
+    damage(first.directory / name)
+    again = load_corpus(config, tokenizer)
+    np.testing.assert_array_equal(again.train.mask, mask)
+    assert 0 < mask.sum() < len(mask)

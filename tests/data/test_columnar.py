@@ -180,3 +180,33 @@ def test_a_saved_dictionary_of_datasets_gives_its_training_split(tmp_path):
     save_dataset(tmp_path / "saved" / "train", [TEXTS[10:30]])
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert [document.text for document in read(tmp_path / "saved")[0]] == TEXTS[10:30]
+
+
+def test_an_arrow_stream_cut_between_two_batches_is_damaged(tmp_path):
+    path = tmp_path / "x.arrow"
+    write_arrow_stream(path)
+    with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as reader:
+        for _ in range(3):
+            reader.read_next_batch()
+        border = mapped.tell()
+    whole = path.read_bytes()
+    for size in (border, len(whole) - 8):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"x\.arrow .*its end is missing"):
+            read(path)
+
+
+def test_numbers_too_long_for_json_are_bad_records(tmp_path):
+    path = tmp_path / "x.array_record"
+    records = [json.dumps({"text": "a", "n": 1}), '{"text": "b", "n": 1' + "0" * 5000 + "}"]
+    write_array_record(path, records)
+    documents, report = read(path, on_bad_record="skip")
+    assert [document.text for document in documents] == ["a"]
+    assert report.dropped == {"not JSON": 1}
+
+
+@pytest.mark.parametrize("content", ["{bad", "[]", '{"splits": []}', "{}"])
+def test_a_damaged_list_of_splits_is_named(tmp_path, content):
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(UserError, match=r"dataset_dict\.json is not what `datasets` writes"):
+        read(tmp_path)

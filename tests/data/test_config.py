@@ -11,7 +11,10 @@ from fp4zoo.errors import UserError
         ([{"path": "a"}], r"sources\[0\] \(a\) has neither weight nor epochs: give it one"),
         ([{"weight": 1, "epochs": 1}], r"\(the standard library\) has both weight and epochs"),
         ([{"weight": 1}, {"path": "b", "weight": 0}], r"sources\[1\] \(b\) has weight=0: give a"),
-        ([{"weight": -1}], r"has weight=-1: give a positive number up to 1,000,000, or remove the source"),
+        (
+            [{"weight": -1}],
+            r"has weight=-1: give a positive number up to 1,000,000, or remove the source",
+        ),
         ([{"weight": float("nan")}], r"has weight=nan: give a positive"),
         ([{"epochs": float("inf")}], r"has epochs=inf: give a positive"),
         ([{"weight": "much"}], r"has weight=much: give a positive"),
@@ -82,3 +85,23 @@ def test_arguments_are_those_of_train():
 def test_a_bad_argument_is_named(argument, message):
     with pytest.raises(UserError, match=message):
         config_from_arguments([argument])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": ""}, "data.path='' is empty"),
+        ({"tokenizer": " "}, "data.tokenizer=' ' is empty"),
+        ({"path": "~nosuchuser/x"}, "data.path=~nosuchuser/x: there is no such user"),
+        ({"path": "x" * 256}, "data.path=x{40}... has a name of more than 255 bytes"),
+        ({"num_workers": 5000}, "data.num_workers=5000 must be 0 to 256"),
+        ({"tokenizer_vocab_size": 0}, "data.tokenizer_vocab_size=0 must be positive"),
+        ({"sources": [{"path": "", "weight": 1}]}, r"data.sources\[0\].path='' is empty"),
+        ({"sources": [{"weight": True}]}, "has weight=True: give a positive number up to"),
+        ({"sources": [{"weight": 10**400}]}, "has weight=10{39}: give a positive number"),
+        ({"sources": [{"epochs": 1e300}]}, "has epochs=1e.300: give a positive number"),
+    ],
+)
+def test_values_that_no_run_can_mean(settings, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**settings)

@@ -176,3 +176,19 @@ def test_fingerprint_follows_the_file(tmp_path):
     assert FileSource(str(path), field="body").fingerprint() != first
     os.utime(path, ns=(1, 1))
     assert FileSource(str(path)).fingerprint() != first
+
+
+def test_devices_and_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is no regular file"):
+            FileSource(str(path))
+
+
+def test_a_number_too_long_for_json_is_a_bad_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": 1' + "0" * 5000 + '}\n{"text": "a"}\n')
+    report = ReadReport()
+    documents = list(FileSource(str(path), on_bad_record="skip").documents(report))
+    assert [document.text for document in documents] == ["a"]
+    assert report.dropped == {"not JSON": 1}

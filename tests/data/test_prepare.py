@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp4zoo.data import ByteTokenizer, DataConfig, load_corpus, load_tokenizer, make_train_iterator
-from fp4zoo.data.prepare import main, prepare
+from fp4zoo.data.prepare import _alone_in, main, prepare
 from fp4zoo.errors import UserError
 
 SHAPE = {"batch_size": 4, "sequence_length": 64}
@@ -207,3 +207,47 @@ def test_a_source_that_changes_meanwhile_is_refused(jsonl, tmp_path, monkeypatch
     monkeypatch.setattr(module, "_write_shard", change_and_write)
     with pytest.raises(UserError, match=r"x\.jsonl changed while it was read"):
         prepare(jsonl, tmp_path / "x", num_processes=1)
+
+
+def test_the_remedy_of_a_bad_record_works_in_the_same_folder(jsonl, tmp_path, capfd):
+    """And options may stand between settings."""
+    folder = str(tmp_path / "prepared")
+    settings = [f"data.path={jsonl.path}", "--processes", "1", "data.tokenizer=bytes"]
+    assert main([folder, *settings]) == 2
+    assert "set data.on_bad_record=skip" in capfd.readouterr().err
+    assert main([folder, *settings, "data.on_bad_record=skip"]) == 0
+
+
+def test_overwritten_tokens_are_seen_and_written_again(jsonl, tmp_path):
+    folder = tmp_path / "prepared"
+    prepare(jsonl, folder, shard_megabytes=1, num_processes=1)
+    tokens = folder / shard_names(folder)[1] / "train.tokens"
+    content = tokens.read_bytes()
+    tokens.write_bytes(b"\xff" * len(content))
+    with pytest.raises(UserError, match="damaged prepared folder"):
+        load_corpus(DataConfig(path=str(folder)), ByteTokenizer())
+    prepare(jsonl, folder, shard_megabytes=1, num_processes=1)
+    assert tokens.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json", "00001/shard.json"])
+@pytest.mark.parametrize("content", ["garbage", "[]", "{}"])
+def test_damaged_notes_are_one_line_or_written_again(jsonl, tmp_path, name, content):
+    folder = tmp_path / "prepared"
+    manifest = prepare(jsonl, folder, shard_megabytes=1, num_processes=1)
+    (folder / name).write_text(content)
+    if name == "plan.json":
+        with pytest.raises(UserError, match="holds another preparation"):
+            prepare(jsonl, folder, shard_megabytes=1, num_processes=1)
+        return
+    assert (
+        prepare(jsonl, folder, shard_megabytes=1, num_processes=1)["digest"] == manifest["digest"]
+    )
+
+
+def test_two_commands_do_not_share_a_folder(jsonl, tmp_path):
+    folder = tmp_path / "prepared"
+    with _alone_in(folder):
+        with pytest.raises(UserError, match="another process is preparing"):
+            prepare(jsonl, folder, shard_megabytes=1, num_processes=1)
+    assert not folder.exists()  # nothing was left in it
