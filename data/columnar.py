@@ -26,10 +26,10 @@ def count_rows_of(file: Path) -> list[tuple[int, int]]:
       UserError: the file is damaged or its library is not installed.
     """
     size = file.stat().st_size
-    if file.suffix in ARRAY_RECORD_SUFFIXES:
+    if file.suffix.lower() in ARRAY_RECORD_SUFFIXES:
         number = _open_array_record(file).num_records()
         return [(first, size * _RECORDS // number) for first in range(0, number, _RECORDS)]
-    if file.suffix in PARQUET_SUFFIXES:
+    if file.suffix.lower() in PARQUET_SUFFIXES:
         parquet = _open_parquet(file)
         parts, row = [], 0
         for number in range(parquet.num_row_groups):
@@ -52,11 +52,11 @@ def read_rows(
     Raises:
       UserError: the file is damaged, has no such column, or its library is not installed.
     """
-    if file.suffix in ARRAY_RECORD_SUFFIXES:
+    if file.suffix.lower() in ARRAY_RECORD_SUFFIXES:
         yield from _read_array_record(file, record_format, field, begin, end)
         return
     row, keys = 0, record_keys(record_format, field)
-    if file.suffix in PARQUET_SUFFIXES:
+    if file.suffix.lower() in PARQUET_SUFFIXES:
         batches = _parquet_batches(file, keys, begin, end)
         row = begin
     else:
@@ -127,7 +127,11 @@ def _without_damage(file: Path, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _damaged(file: Path, error: Exception) -> UserError:
-    kind = "ArrayRecord" if file.suffix in ARRAY_RECORD_SUFFIXES else file.suffix[1:].capitalize()
+    kind = (
+        "ArrayRecord"
+        if file.suffix.lower() in ARRAY_RECORD_SUFFIXES
+        else file.suffix[1:].capitalize()
+    )
     said = " ".join(str(error).split())
     return UserError(f"{file} is a damaged {kind} file ({said}): restore or remove it")
 

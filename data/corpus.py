@@ -258,4 +258,6 @@ def _open(
 
 def prepared_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that lies in a prepared folder."""
+    if not (folder / TOKENIZER_FOLDER).is_dir():
+        raise UserError(f"{folder} is a damaged prepared folder: its {TOKENIZER_FOLDER}/ is gone")
     return load_tokenizer_file(folder / TOKENIZER_FOLDER)

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..errors import UserError
-from .cache import cache_directory, hash_of, publish
+from .cache import cache_directory, discard, hash_of, publish
 from .config import DataConfig
 from .corpus import prepared_tokenizer
 from .documents import Source, all_kept, split_threshold
@@ -82,7 +83,8 @@ def _trained(config: DataConfig, vocab_size: int) -> Tokenizer:
     )
     entry = cache_directory(config.cache_dir) / "tokenizers" / key
     file = entry / SENTENCEPIECE_FILE
-    if not file.is_file():
+    tokenizer = _cached(file)
+    if tokenizer is None:
         began = time.perf_counter()
         share = _SAMPLE_BYTES // len(sources)
         texts = (
@@ -93,13 +95,24 @@ def _trained(config: DataConfig, vocab_size: int) -> Tokenizer:
         model = train_sentencepiece(texts, wanted, config.tokenizer_type)
         with publish(entry) as directory:
             (directory / SENTENCEPIECE_FILE).write_bytes(model)
+        tokenizer = load_tokenizer_file(file)
         note(
             f"data: trained SentencePiece on {description} in "
             f"{time.perf_counter() - began:.1f} s: {file}"
         )
-    tokenizer = load_tokenizer_file(file)
     tokenizer.name = f"SentencePiece for {description}"
     return tokenizer
+
+
+def _cached(file: Path) -> Tokenizer | None:
+    """The tokenizer of a cache entry; None when there is none, or it is damaged and so removed."""
+    if not file.is_file():
+        return None
+    try:
+        return load_tokenizer_file(file)
+    except UserError:
+        discard(file.parent)
+        return None
 
 
 def _sample(source: Source, validation_fraction: float, num_bytes: int) -> Iterator[str]:

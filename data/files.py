@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from . import columnar, text_files
-from .cache import cache_directory, hash_of, publish
+from .cache import cache_directory, discard, hash_of, publish
 from .documents import BadRecord, Document, ReadReport, Unit
 
 # One text file alone becomes about 64 documents, so that a validation split and shuffling work;
@@ -111,7 +111,7 @@ class FileSource:
                         f"{item.name}: {item.detail}: correct it or set data.on_bad_record=skip"
                     )
         except text_files.damage_errors() as error:
-            kind = "gzip" if file.suffix == ".gz" else "Zstandard"
+            kind = "gzip" if file.suffix.lower() == ".gz" else "Zstandard"
             raise UserError(
                 f"{file} is a damaged {kind} file{last} ({error}): restore or remove it"
             ) from error
@@ -120,7 +120,7 @@ class FileSource:
 
     def _items(self, file: Path, unit: Unit) -> Iterator[Document | BadRecord]:
         part = {"begin": unit.begin, "end": unit.end}
-        if file.suffix in _ROW_SUFFIXES:
+        if file.suffix.lower() in _ROW_SUFFIXES:
             yield from columnar.read_rows(file, self._format, self._field, **part)
             return
         jsonl = text_files.is_jsonl(file)
@@ -149,7 +149,7 @@ class FileSource:
         file, status = self._files[number], self._status[number]
         if status.st_size <= unit_bytes or text_files.is_compressed(file):
             return [(0, 1)]
-        if file.suffix in _ROW_SUFFIXES:
+        if file.suffix.lower() in _ROW_SUFFIXES:
             borders, size = [(0, 1)], 0
             for row, num_bytes in columnar.count_rows_of(file):
                 if size >= unit_bytes:
@@ -159,22 +159,36 @@ class FileSource:
             return borders
         piece = self._piece(number)
         key = hash_of(
-            kind="borders",
+            kind="borders 2",
             file=(str(file.resolve()), status.st_size, status.st_mtime_ns),
             pieces=0 if text_files.is_jsonl(file) else piece,
             unit_bytes=unit_bytes,
         )
         entry = cache_directory(self._cache_dir) / "indexes" / key
         index = entry / "borders.json"
-        if not index.is_file():
+        known = _read_borders(index)
+        if known is None:
+            discard(entry)
             with text_files.open_text(file) as stream:
                 if text_files.is_jsonl(file):
                     borders = text_files.line_checkpoints(stream, unit_bytes)
                 else:
                     borders = text_files.text_checkpoints(stream, piece, unit_bytes)
             with publish(entry) as directory:
-                (directory / index.name).write_text(json.dumps(borders) + "\n")
-        return [(begin, line) for begin, line in json.loads(index.read_text())]
+                content = {"borders": borders, "check": hash_of(borders=borders)}
+                (directory / index.name).write_text(json.dumps(content) + "\n")
+            known = borders
+        return known
+
+
+def _read_borders(index: Path) -> list[tuple[int, int]] | None:
+    """What an index file holds; None when there is none or it is damaged."""
+    try:
+        content = json.loads(index.read_text())
+        borders = [(int(begin), int(line)) for begin, line in content["borders"]]
+        return borders if content["check"] == hash_of(borders=borders) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _list_files(path: str) -> list[Path]:

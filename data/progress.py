@@ -19,7 +19,9 @@ def note(message: str) -> None:
     """Prints one unadorned line on standard error, of the first of several processes only."""
     if _process_index() > 0:
         return
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
+    line = " ".join(message.split("\n"))  # names of files may hold anything
+    line = line.encode(errors="backslashreplace").decode()
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(line)
 
 
 @contextlib.contextmanager

@@ -16,16 +16,17 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 LARGEST_LINE = 64 << 20  # of JSONL; a text's line is cut
 _BLOCK = 1 << 20
+_LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes; it is allocated when a file asks for it
 
 
 def is_jsonl(file: Path) -> bool:
     """Whether the name says JSONL, compressed or not."""
-    return _without_compression(file).suffix in JSONL_SUFFIXES
+    return _without_compression(file).suffix.lower() in JSONL_SUFFIXES
 
 
 def is_compressed(file: Path) -> bool:
     """Whether the file can only be read from its beginning."""
-    return file.suffix in COMPRESSED_SUFFIXES
+    return file.suffix.lower() in COMPRESSED_SUFFIXES
 
 
 def open_text(file: Path) -> io.BufferedReader:
@@ -35,9 +36,9 @@ def open_text(file: Path) -> io.BufferedReader:
       OSError, EOFError, zlib.error: here or on reading, see `damage_errors`.
       UserError: zstandard is not installed.
     """
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return io.BufferedReader(cast(Any, gzip.open(file, "rb")), _BLOCK)
-    if file.suffix == ".zst":
+    if file.suffix.lower() == ".zst":
         return io.BufferedReader(cast(Any, _ZstandardStream(file)), _BLOCK)
     return open(file, "rb")
 
@@ -68,7 +69,9 @@ class _ZstandardStream(io.RawIOBase):
                     raise EOFError("it ends before its end-of-stream marker")
                 return 0
             if self._decompressor is None or self._decompressor.eof:
-                self._decompressor = self._library.ZstdDecompressor().decompressobj()
+                self._decompressor = self._library.ZstdDecompressor(
+                    max_window_size=_LARGEST_WINDOW
+                ).decompressobj()
             try:
                 self._output = memoryview(self._decompressor.decompress(data))
             except self._library.ZstdError as error:
@@ -196,4 +199,4 @@ def _rest_of_line(stream: io.BufferedReader, limit: int) -> bytes:
 
 
 def _without_compression(file: Path) -> Path:
-    return file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file
+    return file.with_suffix("") if file.suffix.lower() in COMPRESSED_SUFFIXES else file

@@ -50,6 +50,7 @@ class Recorder:
 
     def __init__(self, config: RecorderConfig, writer: MetricsWriter, display: Display):
         self._config, self._writer, self._display = config, writer, display
+        self._has_reported_nothing = False  # a step without a trained token
         self._silent: set[str] = set()  # parameters whose all-zero gradients have been reported
         self._start_window()
 
@@ -74,6 +75,8 @@ class Recorder:
             self._report_skip(step, values, consecutive)
         elif values["tokens"] > 0:
             self._report_zero_gradients(step, values["gradient_squares"])
+        else:
+            self._report_nothing_to_learn(step)
         if step % self._config.log_every == 0 or step == self._config.max_steps:
             self._writer.write(row)
             self._start_window()
@@ -127,6 +130,14 @@ class Recorder:
         elif not wrong:
             wrong.append("an auxiliary loss or the gradients' norm")
         return " and ".join(wrong)
+
+    def _report_nothing_to_learn(self, step: int) -> None:
+        if not self._has_reported_nothing:
+            self._has_reported_nothing = True
+            self._display.note(
+                f"alarm: no token of step {step} is trained on: prompts longer than "
+                "sequence_length leave rows without an answer; raise it, or data.packing=best_fit"
+            )
 
     def _report_zero_gradients(self, step: int, squares: np.ndarray) -> None:
         names = [self._config.gradient_names[index] for index in np.flatnonzero(squares == 0)]

@@ -124,6 +124,14 @@ def test_a_tokenizer_is_trained_once_and_fits_the_model(
     assert load_tokenizer(config, 4096).fingerprint == first.fingerprint
 
 
+def test_a_damaged_tokenizer_in_the_cache_is_trained_again(byte_config, cache_home):
+    config = dataclasses.replace(byte_config, tokenizer=None)
+    fingerprint = load_tokenizer(config, 1024).fingerprint
+    [file] = (cache_home / "tokenizers").glob("*/tokenizer.model")
+    file.write_bytes(file.read_bytes()[:100])
+    assert load_tokenizer(config, 1024).fingerprint == fingerprint
+
+
 def test_the_tokenizer_never_sees_the_validation_split(byte_config, monkeypatch):
     sample = []
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from fp4zoo.data import text_files
 from fp4zoo.data.documents import ReadReport
 from fp4zoo.data.files import FileSource
 from fp4zoo.errors import UserError
@@ -192,3 +193,26 @@ def test_a_number_too_long_for_json_is_a_bad_line(tmp_path):
     documents = list(FileSource(str(path), on_bad_record="skip").documents(report))
     assert [document.text for document in documents] == ["a"]
     assert report.dropped == {"not JSON": 1}
+
+
+def test_suffixes_in_capitals_and_wide_zstandard_windows(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    content = b'{"text": "a"}\n' * 3
+    path = tmp_path / "X.JSONL.ZST"
+    path.write_bytes(zstandard.ZstdCompressor(compression_params=parameters).compress(content))
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size
+    (tmp_path / "y.jsonl.zst").write_bytes(compressor.compress(content) + compressor.flush())
+    documents = list(FileSource(str(tmp_path)).documents(ReadReport()))
+    assert [document.text for document in documents] == ["a"] * 6
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"borders": [[0, 1], [7, 2]], "check": "x"}'])
+def test_a_damaged_index_is_made_again(tmp_path, cache_home, monkeypatch, content):
+    monkeypatch.setattr(text_files, "_BLOCK", 256)
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(500)))
+    units = FileSource(str(path)).units(1000)
+    [index] = (cache_home / "indexes").glob("*/borders.json")
+    index.write_text(content)
+    assert FileSource(str(path)).units(1000) == units and len(units) > 3

@@ -126,7 +126,9 @@ def test_the_alarm_for_all_zero_gradients_sounds_once_per_parameter(recorded):
     assert "at step 3 the gradients of blocks.middle.mlp.down.kernel[4] are all zero" in lines[1]
 
 
-def test_a_batch_without_targets_is_no_reason_for_alarm(recorded):
+def test_steps_without_targets_are_told_once_and_blame_no_parameter(recorded):
     recorder, output, _ = recorded()
-    recorder.record(1, metrics(squares=np.zeros(len(NAMES), np.float32), tokens=0.0), 0.0)
-    assert "alarm" not in output.getvalue()
+    for step in (1, 2):
+        recorder.record(step, metrics(squares=np.zeros(len(NAMES), np.float32), tokens=0.0), 0.0)
+    lines = [line for line in output.getvalue().splitlines() if line.startswith("alarm")]
+    assert len(lines) == 1 and "no token of step 1 is trained on" in lines[0]
