@@ -37,6 +37,10 @@ class Rows(NamedTuple):
     shards: tuple[Shard, Shard]  # of the products with gate_up and down
 
 
+# Sequences shorter than this share a group where one device holds several of them.
+_GROUP_TOKENS = 1024
+
+
 class Routed(NamedTuple):
     """What `mixture` returns."""
 
@@ -172,7 +176,13 @@ class Mixture:
             return batch * length
         if self.group_size is not None:
             return self.group_size
-        return length if length >= BLOCK else batch * length  # decoding: a token would be a group
+        if length < BLOCK:  # decoding: a token would be a group
+            return batch * length
+        if self.capacity_factor is not None:
+            return length
+        # Every expert of every group is padded to whole blocks, which short sequences feel.
+        together = max(1, _GROUP_TOKENS // length)
+        return length * max(n for n in range(1, together + 1) if batch % n == 0)
 
     def _check(self, shape, gate_up_shape, sizes: Mapping[str, int]) -> None:
         batch, length, _ = shape
