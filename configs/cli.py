@@ -64,13 +64,13 @@ def run(
         options = _options(arguments)
         name = options.config_name or config_name
         if options.multirun:
-            return _sweep(main, options, arguments, name)
+            return _sweep(main, options, name)
         composed = compose(options.overrides, name, options.config_dir)
         if options.help or options.hydra_help:  # even where a required value is missing
-            return _show(options, arguments, name)
+            return _show(options, name)
         config = to_dataclass(composed, schema_of(name))
         if options.cfg or options.info:
-            return _show(options, arguments, name)
+            return _show(options, name)
         return main(config)
     except RunStopped:
         return 0
@@ -83,7 +83,7 @@ def run(
         return USAGE_ERROR
 
 
-def _show(options: argparse.Namespace, arguments: list[str], name: str) -> int:
+def _show(options: argparse.Namespace, name: str) -> int:
     """--help, --cfg and --info, which print instead of running."""
     known = keys(schema_of(name))
     if options.cfg == "job" and options.package not in (None, "_global_", *known):
@@ -92,7 +92,7 @@ def _show(options: argparse.Namespace, arguments: list[str], name: str) -> int:
         logging.getLogger().handlers.clear()
         logging.raiseExceptions = False  # nor with complaints about `| head`
     try:
-        _hydra(lambda _: None, options, arguments, name)
+        _hydra(lambda _: None, options, name)
         sys.stdout.flush()
     except SystemExit as stop:  # how Hydra's --help ends
         return int(stop.code or 0)
@@ -122,15 +122,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     instead.add_argument("--info", "-i", nargs="?", const="all", choices=infos)
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # flags and overrides in any order
     if (options.resolve or options.package) and not options.cfg:
         parser.error("--resolve and --package go with --cfg")
     return options
 
 
-def _sweep(
-    main: Callable[[Any], int], options: argparse.Namespace, arguments: list[str], name: str
-) -> int:
+def _sweep(main: Callable[[Any], int], options: argparse.Namespace, name: str) -> int:
     """Checks every job of a sweep, then runs them all through Hydra's launcher."""
     schema = schema_of(name)
     with initialized(options.config_dir):
@@ -161,7 +159,7 @@ def _sweep(
     if fixed and "output_dir" not in swept:
         extra.append(f"hydra.sweep.dir={fixed[-1].partition('=')[2]}")
     try:
-        _hydra(task, options, [*arguments, *extra], name)
+        _hydra(task, options, name, extra)
     except _SweepStopped as stop:
         name = signal.Signals(stop.signal).name
         print(f"error: the sweep was stopped by {name}: no other job was started", file=sys.stderr)
@@ -202,27 +200,25 @@ def _list(names: Sequence[str]) -> str:
 def _hydra(
     task: Callable[[DictConfig], None],
     options: argparse.Namespace,
-    arguments: Sequence[str],
     name: str,
+    extra: Sequence[str] = (),
 ) -> None:
-    """Runs Hydra's own main on the command line."""
-    program = Path(sys.argv[0]).name
-    with prepared(options.config_dir), _command_line([program, *_without_config_dir(arguments)]):
+    """Runs Hydra's own main on the command line, with `extra` overrides."""
+    command = [Path(sys.argv[0]).name, *_flags(options), *options.overrides, *extra]
+    with prepared(options.config_dir), _command_line(command):
         hydra.main(f"pkg://{CONFIG_MODULE}", config_name=name, version_base=VERSION_BASE)(task)()
 
 
-def _without_config_dir(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --config-dir: `prepared` sees to it, for primary files too."""
-    kept = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in ("--config-dir", "-cd"):
-            skip = True
-        elif not argument.startswith(("--config-dir=", "-cd=")):
-            kept.append(argument)
-    return kept
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The flags for Hydra, which wants its overrides together behind them.
+
+    Without --config-dir: `prepared` sees to it, for primary files too.
+    """
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in vars(options).items()
+        if value and name not in ("overrides", "config_dir")
+    ]
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_sweep_runs_every_combination_in_a_folder_of_its_own(here: Path):
 
 def test_sweep_puts_its_folders_under_the_output_dir_given(here: Path):
     program = Program()
-    assert run(program, ["-m", "seed=range(1,3)", "output_dir=mine"]) == 0
+    assert run(program, ["seed=range(1,3)", "-m", "output_dir=mine"]) == 0
     assert [config.output_dir for config in program.configs] == [
         str(here / "mine" / "seed=1"),
         str(here / "mine" / "seed=2"),
@@ -97,7 +97,7 @@ def test_sweep_puts_its_folders_under_the_output_dir_given(here: Path):
 
 def test_sweep_over_output_dirs_uses_them(here: Path):
     program = Program()
-    assert run(program, ["-m", "output_dir=a,b"]) == 0
+    assert run(program, ["output_dir=a,b", "-m"]) == 0
     assert [config.output_dir for config in program.configs] == ["a", "b"]
 
 
@@ -118,7 +118,7 @@ def test_help_lists_groups_and_keys(here: Path, capsys):
 
 def test_cfg_prints_the_configuration_instead_of_running(here: Path, capsys):
     program = Program()
-    assert run(program, ["--cfg", "job", "seed=5"]) == 0
+    assert run(program, ["max_steps=3", "--cfg", "job", "seed=5"]) == 0
     assert "\nseed: 5\n" in capsys.readouterr().out
     assert program.configs == [] and list(here.iterdir()) == []
 
