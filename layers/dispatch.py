@@ -116,7 +116,8 @@ def _dropless_rows(
     rows_per_tile = dropless_rows_per_tile(num_choices, num_experts)
     padding = (group_rows - 1) * min(part_experts * num_groups, num_choices)
     used_experts = min(part_experts, num_choices)
-    most_rows = num_choices + padding + used_experts * (rows_per_tile - 1)
+    # What an expert has is a multiple of group_rows, so its last tile is short of one at most.
+    most_rows = num_choices + padding + used_experts * (rows_per_tile - group_rows)
     part_tiles = most_rows // rows_per_tile
     padded = counts + -counts % group_rows  # [E, G]
     tiles = -(-jnp.sum(padded, axis=1) // rows_per_tile).reshape(num_parts, part_experts)

@@ -12,13 +12,13 @@ Legend: B sequences, T tokens, K choices a token, E experts, C rows an expert, D
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..errors import UserError
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     shards: tuple[Shard, Shard]  # of the products with gate_up and down
 
 
-# Sequences shorter than this share a group where one device holds several of them.
+# Consecutive sequences of a batch share a group up to so many tokens.
 _GROUP_TOKENS = 1024
 
 
@@ -90,8 +90,9 @@ class Mixture:
         """
         sizes = mesh_axis_sizes()
         numbers = jnp.arange(mask.size, dtype=jnp.uint32).reshape(mask.shape)
-        self._check(x.shape, gate_up.shape, sizes)
-        mesh = _Mesh(sizes, x.shape, gate_up.shape)
+        group = self._group_tokens(mask.shape)
+        self._check(x.shape, gate_up.shape, group, sizes)
+        mesh = _Mesh(sizes, x.shape, gate_up.shape, group)
         run = self._dropless if self.capacity_factor is None else self._with_capacity
         return run(mesh, (x, logits, mask, numbers), (gate_up, down, keys), experts)
 
@@ -131,7 +132,7 @@ class Mixture:
 
     def _dispatch(self, mesh: _Mesh, x, chosen, numbers) -> tuple[Dispatch, Rows]:
         dispatch = plan_dispatch(
-            chosen.reshape(-1, self._group_tokens(chosen.shape[:2]), chosen.shape[-1]),
+            chosen.reshape(-1, mesh.group_tokens or numbers.size, chosen.shape[-1]),
             self.num_experts,
             self.capacity_factor,
             group_rows=BLOCK if self.uses_fp4 else 1,
@@ -169,22 +170,25 @@ class Mixture:
 
         return jax.tree.map(group, rows)
 
-    def _group_tokens(self, shape: tuple[int, int]) -> int:
-        """Tokens a group, of one device's [B, T]."""
+    def _group_tokens(self, shape: tuple[int, ...]) -> int | None:
+        """Tokens a group, of the whole batch [B, T]: the same on every mesh.
+
+        None: there is nothing to keep apart, so a device's tokens are one group.
+        """
         batch, length = shape
         if self.capacity_factor is None and not self.uses_fp4:
-            return batch * length
+            return None
         if self.group_size is not None:
             return self.group_size
         if length < BLOCK:  # decoding: a token would be a group
-            return batch * length
+            return None
         if self.capacity_factor is not None:
             return length
         # Every expert of every group is padded to whole blocks, which short sequences feel.
         together = max(1, _GROUP_TOKENS // length)
         return length * max(n for n in range(1, together + 1) if batch % n == 0)
 
-    def _check(self, shape, gate_up_shape, sizes: Mapping[str, int]) -> None:
+    def _check(self, shape, gate_up_shape, group: int | None, sizes: Mapping[str, int]) -> None:
         batch, length, _ = shape
         num_experts, _, _, mlp_dim = gate_up_shape
         if self.group_size is not None and length % self.group_size:
@@ -199,20 +203,26 @@ class Mixture:
             ("batch", batch, MESH_AXES["batch"]),
             ("sequence", length, MESH_AXES["sequence"]),
         ):
-            parts = int(np.prod([sizes.get(axis, 1) for axis in axes]))
-            if size % parts:
-                blame = " * ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes if axis in sizes)
+            if size % _parts(axes, sizes):
                 raise UserError(
-                    f"{self.name}: {blame} does not divide {dimension}={size}; choose sizes that do"
+                    f"{self.name}: {_blame(axes, sizes)} does not divide {dimension}={size}; "
+                    "choose sizes that do"
                 )
         if not self.uses_fp4 and self.capacity_factor is None:
             return
         context, tensor = sizes.get("context", 1), sizes.get("tensor", 1)
-        group = length if self.group_size is None else self.group_size
-        if length // context % group or length < BLOCK:
+        if length < BLOCK or (context > 1 and length // context % (group or length)):
             raise UserError(
                 f"{self.name}: mesh.context={context} cuts a sequence of {length} tokens inside a "
-                f"group of {group}; set model.moe.group_size to a divisor of {length // context}"
+                f"group of {group or BLOCK}; set model.moe.group_size to a divisor of "
+                f"{length // context}"
+            )
+        rows = batch // _parts(MESH_AXES["batch"], sizes)  # of a device
+        if group is not None and rows * length % group:
+            raise UserError(
+                f"{self.name}: {_blame(MESH_AXES['batch'], sizes)} leaves a device {rows} "
+                f"sequence(s) of {length} tokens, not whole groups of {group}; set "
+                f"model.moe.group_size={length}, here and wherever the same FP4 codes are wanted"
             )
         if self.uses_fp4 and mlp_dim // tensor % BLOCK:
             raise UserError(
@@ -221,11 +231,20 @@ class Mixture:
             )
 
 
+def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def _blame(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    return " * ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes if axis in sizes)
+
+
 class _Mesh:
     """How tokens, rows and kernels lie, and what moves between devices. Without a mesh: nothing."""
 
-    def __init__(self, sizes: Mapping[str, int], shape, gate_up_shape):
+    def __init__(self, sizes: Mapping[str, int], shape, gate_up_shape, group: int | None):
         self._sizes = sizes
+        self.group_tokens = group
         self.num_parts = sizes.get("expert", 1)
         batch = tuple(name for name in MESH_AXES["batch"] if name in sizes)
         rows = tuple(name for name in ("context", *batch) if name in sizes and name != "expert")

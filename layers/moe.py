@@ -70,7 +70,7 @@ class NVFP4MoE(nnx.Module):
     ):
         """
         capacity_factor: None for dropless. group_size: tokens a group, None for whole sequences
-        (dropless: several of one device together, up to 1024 tokens): FP4 blocks along the rows of
+        (dropless: several together, up to 1024 tokens): FP4 blocks along the rows of
         an expert, and its capacity, are of one group. dtype: of the
         activations (None: x's own). rounding, on_unsupported, backend: see NVFP4Dense; the
         hardware backends need a capacity_factor.

@@ -22,8 +22,9 @@ class MoEConfig:
       capacity_factor: tokens that an expert takes at most of a group, as a multiple of tokens ·
         experts_per_token / num_experts; the rest is dropped. null drops none.
       group_size: tokens a group: what an expert's capacity refers to, and what its blocks along
-        tokens do not cross; it divides a sequence's part on one device. null: a whole sequence,
-        without a capacity also several short ones, up to 1024 tokens.
+        tokens do not cross; it divides a sequence's part on one device. null: a whole sequence, or
+        in FP4 without a capacity several short ones of the batch, up to 1024 tokens, which must lie
+        on one device.
       load_balance_loss_weight: weight of the load-balance loss, which is summed over blocks.
       router_z_loss_weight: weight of the router-z loss, which is summed over blocks.
     """

@@ -1,54 +1,25 @@
 """One run in several processes, connected over loopback as they would be over a network."""
 
-import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 
-from fp4zoo import train
 from fp4zoo.training.metrics import read_rows
 
-OPTIONS = [
-    "precision=fp32",
-    "model.vocab_size=272",
-    "model.num_layers=2",
-    "model.embed_dim=32",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.head_dim=8",
-    "model.mlp_dim=64",
-    "model.max_positions=64",
-    "data.tokenizer=bytes",
-    "data.validation_fraction=0.2",
-    "batch_size=8",
-    "sequence_length=32",
-    "max_steps=6",
-    "evaluate_every=3",
-    "evaluation_batches=2",
-    "save_every=3",
-    "log_every=1",
-    "sample_tokens=4",
-    "optimizer.warmup_steps=2",
-]
+from . import runs
+from .runs import SLOWER, wait_for_step
+
+OPTIONS = ["max_steps=6", "evaluate_every=3", "save_every=3", "sample_tokens=4"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Documents of random words, beside the caches that every run here shares."""
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("cluster") / "text.jsonl"
-    with path.open("w") as file:
-        for _ in range(60):
-            words = [chr(97 + letter) * 3 for letter in random.integers(0, 26, 150)]
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
-    return path
+    """Beside it are the caches that every run here shares."""
+    return runs.write_text(tmp_path_factory.mktemp("cluster") / "text.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -58,45 +29,28 @@ def launch(text):
     each: a process's own overrides, by its number. prelude: code that runs before the program.
     """
     started = []
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles twice as fast
+    }
 
     def go(count, *overrides, devices=1, each=None, prelude=""):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        code = f"{prelude}\nimport sys, runpy; sys.argv[0] = {train.__file__!r}\n"
-        code += f"runpy.run_path({train.__file__!r}, run_name='__main__')"
         processes = []
         for index in range(count):
-            arguments = [f"data.path={text}", *OPTIONS, *overrides, *(each or {}).get(index, [])]
+            arguments = [*OPTIONS, *overrides, *(each or {}).get(index, [])]
             if count > 1:
                 arguments += [f"cluster.coordinator=127.0.0.1:{port}"]
                 arguments += [f"cluster.num_processes={count}", f"cluster.process_id={index}"]
-            environment = {
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "FP4ZOO_CACHE": str(text.parent / "cache"),
-                "JAX_COMPILATION_CACHE_DIR": str(text.parent / "xla"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles twice as fast
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, *arguments],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
+            process = runs.start(text, *arguments, devices=devices, prelude=prelude, **environment)
+            processes.append(process)
         started.extend(processes)
         return processes
 
     yield go
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    runs.end(started)
 
 
 def finish(processes, status=0):
@@ -182,6 +136,19 @@ def test_processes_lose_like_one(two, launch, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_four_processes_go_on_bit_for_bit(launch, tmp_path):
+    """In NVFP4: the stochastic rounding too."""
+    options = ["precision=nvfp4", "precision.rules.first_blocks=0", "precision.rules.last_blocks=0"]
+    options += ["mesh.fsdp=2", "mesh.tensor=2", "gradient_accumulation=2", "evaluation_batches=4"]
+    finish(launch(4, f"output_dir={tmp_path / 'whole'}", *options))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    ((output, _), *_) = finish(launch(4, f"output_dir={tmp_path / 'run'}", *options))
+    assert "4 x cpu in 4 processes" in output and "going on after step 3" in output
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
 def test_processes_that_were_given_different_configurations_are_told_the_key(launch, tmp_path):
     each = {0: ["seed=1"], 1: ["seed=2"]}
     (_, error), (_, other) = finish(
@@ -203,30 +170,6 @@ def test_a_mistake_in_several_processes_is_one_line(launch, tmp_path):
     assert not other and not (tmp_path / "run").exists()
 
 
-SLOWER = """
-import time
-from fp4zoo import data
-make = data.make_train_iterator
-def slow(*arguments, **options):
-    iterator = make(*arguments, **options)
-    kind = type(iterator)
-    read = kind.__next__
-    kind.__next__ = lambda self: (time.sleep(0.2), read(self))[1]
-    return iterator
-data.make_train_iterator = slow
-"""
-
-
-def wait_for_step(directory, step, processes):
-    for _ in range(2400):
-        path = directory / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} in time")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(launch, tmp_path, asked):
@@ -234,7 +177,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(launch, tmp_path, as
     finish(launch(2, f"output_dir={tmp_path / 'whole'}", *options))
     directory = tmp_path / "run"
     processes = launch(2, f"output_dir={directory}", *options, prelude=SLOWER)
-    wait_for_step(directory, 3, processes)
+    wait_for_step(directory, 3, *processes)
     processes[asked].send_signal(signal.SIGTERM)
     (output, _), _ = finish(processes)
     last = len(losses(directory))

@@ -1,94 +1,38 @@
 """The program in processes of its own: killed, stopped, out of disk, on several devices."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fp4zoo import train
 from fp4zoo.training.metrics import read_rows
 
-OPTIONS = [
-    "precision=fp32",
-    "model.vocab_size=272",
-    "model.num_layers=2",
-    "model.embed_dim=32",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.head_dim=8",
-    "model.mlp_dim=64",
-    "model.max_positions=64",
-    "data.tokenizer=bytes",
-    "data.validation_fraction=0.2",
-    "batch_size=8",
-    "sequence_length=32",
-    "max_steps=20",
-    "evaluate_every=0",
-    "evaluation_batches=2",
-    "save_every=5",
-    "log_every=1",
-    "sample_tokens=0",
-    "optimizer.warmup_steps=2",
-]
+from . import runs
+from .runs import SLOWER, wait_for_step
+
+OPTIONS = ["max_steps=20", "evaluate_every=0", "save_every=5", "sample_tokens=0"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Documents of random words, and a cache that every run here shares."""
-    directory = tmp_path_factory.mktemp("processes")
-    random = np.random.default_rng(0)
-    lines = []
-    for _ in range(60):
-        words = [chr(97 + letter) * 3 for letter in random.integers(0, 26, 150)]
-        lines.append(json.dumps({"text": " ".join(words)}))
-    path = directory / "text.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    """Beside it are the caches that every run here shares."""
+    return runs.write_text(tmp_path_factory.mktemp("processes") / "text.jsonl")
 
 
 @pytest.fixture
 def start(text, tmp_path):
     """start(*overrides, devices=1, prelude="") -> the running process, writing to tmp_path/run."""
-    environment = {
-        **os.environ,
-        "FP4ZOO_CACHE": str(text.parent / "cache"),
-        "JAX_COMPILATION_CACHE_DIR": str(text.parent / "xla"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     processes = []
 
-    def go(*overrides, devices=1, prelude="", flags=()):
-        arguments = [
-            *flags,
-            f"data.path={text}",
-            f"output_dir={tmp_path / 'run'}",
-            *OPTIONS,
-            *overrides,
-        ]
-        code = f"{prelude}\nimport sys, runpy; sys.argv[0] = {train.__file__!r}\n"
-        code += f"runpy.run_path({train.__file__!r}, run_name='__main__')"
-        fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, **fake},
-        )
-        processes.append(process)
-        return process
+    def go(*overrides, devices=1, prelude=""):
+        arguments = [f"output_dir={tmp_path / 'run'}", *OPTIONS, *overrides]
+        processes.append(runs.start(text, *arguments, devices=devices, prelude=prelude))
+        return processes[-1]
 
     yield go
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    runs.end(processes)
 
 
 def finish(process, status=0):
@@ -100,31 +44,6 @@ def finish(process, status=0):
 def losses(directory):
     path = directory / "metrics.jsonl"
     return {row["step"]: row["loss"] for row in read_rows(path) if "loss" in row}
-
-
-def wait_for_step(directory: Path, step: int, process):
-    """Until the metrics hold a row of this step."""
-    for _ in range(2400):
-        path = directory / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} in time")
-
-
-SLOWER = """
-import time
-from fp4zoo import data
-make = data.make_train_iterator
-def slow(*arguments, **options):
-    iterator = make(*arguments, **options)
-    kind = type(iterator)
-    read = kind.__next__
-    kind.__next__ = lambda self: (time.sleep(0.2), read(self))[1]
-    return iterator
-data.make_train_iterator = slow
-"""
 
 
 @pytest.mark.slow
@@ -199,7 +118,7 @@ if where == "compiling": Program.compile_train_step = in_a_library
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_sweep(start, tmp_path):
-    process = start("seed=1,2", "save_every=0", prelude=SLOWER, flags=["-m"])
+    process = start("seed=1,2", "save_every=0", "-m", prelude=SLOWER)
     wait_for_step(tmp_path / "run" / "seed=1", 2, process)
     process.send_signal(signal.SIGINT)
     output, error = finish(process, status=130)
@@ -227,9 +146,7 @@ Checkpoints.save = limited
 """
     begin = time.monotonic()
     _, error = finish(
-        start(
-            prelude=prelude,
-        ),
+        start(prelude=prelude),
         status=1,
     )
     assert time.monotonic() - begin < 200

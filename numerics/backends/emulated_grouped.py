@@ -144,30 +144,46 @@ def _products(
     """Each tile's, or group's, rows times its expert's weight."""
     if tiles.expert is None:
         return _group_products(rows, weights, axes).astype(dtype)
-    experts = tiles.expert
     spared = {axis % (weights.values.ndim - 1) for axis in axes[1]}
     out_shape = [n for axis, n in enumerate(weights.values.shape[1:]) if axis not in spared]
 
-    # Each tile that holds a token, one after the other.
-    def multiply(tile: jax.Array, out: jax.Array) -> jax.Array:
-        left, right = _at(rows, tile), _at(weights, experts[tile])
-        value = _scaled(product(left, right, axes), left, right).astype(dtype)
-        return jax.lax.dynamic_update_index_in_dim(out, value, tile, 0)
+    def multiply(expert: jax.Array, mine: _Mine, out: jax.Array) -> jax.Array:
+        weight = _at(weights, expert)  # once, not for every tile: it is copied
+
+        def one(tile: jax.Array, out: jax.Array) -> jax.Array:
+            left = _at(rows, tile)
+            value = _scaled(product(left, weight, axes), left, weight).astype(dtype)
+            return jax.lax.dynamic_update_index_in_dim(out, value, tile, 0)
+
+        return mine(one, out)
 
     out = jnp.zeros((*rows.values.shape[:2], *out_shape), dtype)
-    return _for_each_used(experts, weights.values.shape[0], multiply, out)
+    return _for_each_expert(tiles.expert, weights.values.shape[0], multiply, out)
 
 
-def _for_each_used(
+# Runs body(tile, carry) over the tiles of one expert, from a start.
+_Mine = Callable[[Callable[[jax.Array, jax.Array], jax.Array], jax.Array], jax.Array]
+
+
+def _for_each_expert(
     tile_expert: jax.Array,
     num_experts: int,
-    body: Callable[[jax.Array, jax.Array], jax.Array],
+    body: Callable[[jax.Array, _Mine, jax.Array], jax.Array],
     start: jax.Array,
 ) -> jax.Array:
-    """body(tile, carry) over the tiles that hold tokens; the others cost nothing."""
-    used = tile_expert < num_experts
-    order = jnp.argsort(~used, stable=True)
-    return jax.lax.fori_loop(0, jnp.sum(used), lambda i, carry: body(order[i], carry), start)
+    """body(expert, its tiles, carry) one after the other; tiles without tokens cost nothing."""
+    order = jnp.argsort(tile_expert, stable=True)
+    last = jnp.cumsum(jnp.bincount(tile_expert, length=num_experts))  # exclusive
+
+    def visit(expert: jax.Array, carry: jax.Array) -> jax.Array:
+        first = jnp.where(expert == 0, 0, last[expert - 1])
+
+        def mine(one: Callable[[jax.Array, jax.Array], jax.Array], carry: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(first, last[expert], lambda i, c: one(order[i], c), carry)
+
+        return body(expert, mine, carry)
+
+    return jax.lax.fori_loop(0, num_experts, visit, start)
 
 
 def _group_products(
@@ -185,8 +201,12 @@ def _sum_of_tiles(
 ) -> jax.Array:
     """The weight gradient float32 of this shape: each expert's sum over its tiles."""
 
-    def accumulate(tile: jax.Array, dw: jax.Array) -> jax.Array:
+    def accumulate(tile: jax.Array, total: jax.Array) -> jax.Array:
         a, b = _at(left, tile), _at(right, tile)
-        return dw.at[tile_expert[tile]].add(_scaled(product(a, b, ((0,), (0,))), a, b))
+        return total + _scaled(product(a, b, ((0,), (0,))), a, b)
 
-    return _for_each_used(tile_expert, shape[0], accumulate, jnp.zeros(shape, jnp.float32))
+    def add_up(expert: jax.Array, mine: _Mine, dw: jax.Array) -> jax.Array:
+        total = mine(accumulate, jnp.zeros(shape[1:], jnp.float32))
+        return jax.lax.dynamic_update_index_in_dim(dw, total, expert, 0)
+
+    return _for_each_expert(tile_expert, shape[0], add_up, jnp.zeros(shape, jnp.float32))
