@@ -1,7 +1,7 @@
 """A mixture on eight (fake) devices has the codes that it has on one, whatever the mesh.
 
 One flipped code of activations, weights or gradients, forward or backward, moves some result by a
-hundredth of the largest; what may differ is the order of sums, in the seventh digit.
+hundredth of the largest; what may differ is the order of sums, in the last digits.
 """
 
 import os
@@ -49,7 +49,7 @@ for sizes in MESHES:
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one)):
         a, b = np.asarray(a), np.asarray(b)
         error = np.abs(a - b).max() / np.abs(b).max()
-        assert error < 2e-6, (sizes, a.shape, error)
+        assert error < 1e-5, (sizes, a.shape, error)
 """
 
 
@@ -57,6 +57,7 @@ def run(*meshes):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles in less time
     }
     done = subprocess.run(
         [sys.executable, "-c", f"MESHES = {meshes}\n{PROGRAM}"],
