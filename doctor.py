@@ -24,7 +24,7 @@ from fp4zoo.configs import cli, load
 from fp4zoo.configs.schema import TrainConfig
 from fp4zoo.errors import UserError
 from fp4zoo.numerics import choose_backend, get_recipe
-from fp4zoo.numerics.backends.choice import AUTO, MULTIPLES
+from fp4zoo.numerics.backends.choice import AUTO, NAMES
 from fp4zoo.numerics.platform import DeviceKind
 from fp4zoo.training import machine, memory
 from fp4zoo.training.cluster import find_launch
@@ -184,7 +184,7 @@ def _backend_table(device: Any) -> Table:
         recipe = get_recipe(load([f"precision={precision}"]).precision.recipe)
         choice = choose_backend(AUTO, recipe, device)
         refusals = []
-        for name in MULTIPLES:
+        for name in NAMES:
             if name == choice.name or not recipe.uses_fp4:
                 continue
             try:

@@ -100,7 +100,7 @@ class NVFP4MoE(nnx.Module):
             name,
             on_unsupported,
             backend,
-            LinearSizes(embed_dim, mlp_dim, in_tiles),
+            LinearSizes(embed_dim, mlp_dim, in_tiles, num_experts),
             embed_dim=embed_dim,
             mlp_dim=mlp_dim,
         )

@@ -165,7 +165,9 @@ def fit_backend(
         found = {}
         for shape in (shape for shape in shapes if shape.name != ROUTER):
             path = f"{group}.{shape.name}"
-            sizes = LinearSizes(shape.in_features, shape.out_features, in_tiles and group == "mlp")
+            sizes = LinearSizes(
+                shape.in_features, shape.out_features, in_tiles and group == "mlp", shape.copies
+            )
             try:
                 found[path] = choose_backend(backend, recipe, sizes=sizes)
             except UserError as error:

@@ -6,7 +6,14 @@ experts: see emulated.py.
 
 from types import ModuleType
 
-from . import emulated, emulated_grouped, xla, xla_grouped
+from . import (
+    emulated,
+    emulated_grouped,
+    transformer_engine,
+    transformer_engine_grouped,
+    xla,
+    xla_grouped,
+)
 from .choice import AUTO, Choice, LinearSizes, choose_backend
 
 __all__ = [
@@ -19,6 +26,14 @@ __all__ = [
     "choose_backend",
 ]
 
-DENSE_BACKENDS: dict[str, ModuleType] = {"emulated": emulated, "xla": xla}
-GROUPED_BACKENDS: dict[str, ModuleType] = {"emulated": emulated_grouped, "xla": xla_grouped}
+DENSE_BACKENDS: dict[str, ModuleType] = {
+    "emulated": emulated,
+    "xla": xla,
+    "transformer_engine": transformer_engine,
+}
+GROUPED_BACKENDS: dict[str, ModuleType] = {
+    "emulated": emulated_grouped,
+    "xla": xla_grouped,
+    "transformer_engine": transformer_engine_grouped,
+}
 BACKENDS = tuple(DENSE_BACKENDS)

@@ -11,15 +11,14 @@ from ...errors import UserError, check_choice
 from ..formats import BLOCK, Format
 from ..platform import DeviceKind, target_device
 from ..recipe import Recipe
-from .transformer_engine_recipe import installation_fault, recipe_fault
+from .transformer_engine_recipe import installation_fault, multiple_of, recipe_fault
 
 AUTO = "auto"
 CAPABILITIES = ("10.0", "10.3")
 _CAPABLE = f"compute capability {' or '.join(CAPABILITIES)} (B200, GB200, B300, GB300)"
 _CONSUMER = ("12.0", "12.1")
-# Lengths of a layer must be multiples of these. Rows of packed codes start at 16 bytes for tensor
-# cores; Transformer Engine's Hadamard kernel works on tiles of 128.
-MULTIPLES = {"emulated": BLOCK, "xla": 32, "transformer_engine": 128}
+NAMES = ("emulated", "xla", "transformer_engine")
+_ALIGNMENT = 32  # rows of packed codes start at multiples of 16 bytes for tensor cores
 
 
 class Choice(NamedTuple):
@@ -35,6 +34,7 @@ class LinearSizes(NamedTuple):
     in_features: int
     out_features: int  # of all output axes together
     in_tiles: bool = False  # experts whose rows come in tiles: a dropless mixture
+    experts: int = 1
 
 
 def choose_backend(
@@ -49,7 +49,7 @@ def choose_backend(
     Raises UserError, with the remedy, for an unknown name and for a backend that cannot run the
     recipe or the sizes, or not on the device.
     """
-    check_choice("backend", name, (AUTO, *MULTIPLES))
+    check_choice("backend", name, (AUTO, *NAMES))
     device = target_device() if device is None else DeviceKind.of(device)
     if not recipe.uses_fp4:
         return Choice("emulated", f"recipe {recipe.name} has no FP4 products")
@@ -61,7 +61,10 @@ def choose_backend(
         return Choice("emulated", fault)
     refusals = []
     for candidate in ("transformer_engine", "xla"):
-        if fault := _fault(candidate, recipe, device, sizes):
+        fault = _fault(candidate, recipe, device, sizes)
+        if fault is None and candidate == "transformer_engine" and sizes and sizes.experts > 1:
+            fault = "it multiplies experts one after the other, xla all at once"
+        if fault:
             refusals.append(f"not {candidate}: {fault}")
         else:
             return Choice(candidate, "; ".join([f"{device} has FP4 tensor cores", *refusals]))
@@ -71,17 +74,16 @@ def choose_backend(
 def _fault(name: str, recipe: Recipe, device: DeviceKind, sizes: LinearSizes | None) -> str | None:
     """What this backend cannot run, with the remedy; None if it can."""
     if name == "emulated":
-        return _size_fault(name, sizes)
+        return _size_fault(name, sizes, BLOCK)
     # On a CPU the program of xla dequantises: for comparing.
     if not (name == "xla" and device.platform == "cpu") and (fault := _device_fault(device)):
         return f"{fault}; backend=emulated computes the same numbers anywhere"
     if name == "xla":
-        return _mixed_products(recipe) or _size_fault(name, sizes)
+        return _mixed_products(recipe) or _size_fault(name, sizes, _ALIGNMENT)
     return (
         installation_fault()
         or recipe_fault(recipe)
-        or _size_fault(name, sizes)
-        or "fp4zoo does not call Transformer Engine yet: use backend=xla"
+        or _size_fault(name, sizes, multiple_of(recipe))
     )
 
 
@@ -112,7 +114,7 @@ def _mixed_products(recipe: Recipe) -> str | None:
     return None
 
 
-def _size_fault(name: str, sizes: LinearSizes | None) -> str | None:
+def _size_fault(name: str, sizes: LinearSizes | None, multiple: int) -> str | None:
     if sizes is None:
         return None
     if sizes.in_tiles and name != "emulated":
@@ -120,7 +122,6 @@ def _size_fault(name: str, sizes: LinearSizes | None) -> str | None:
             "experts without a capacity have rows in tiles, and this backend multiplies equal "
             "numbers of rows: set model.moe.capacity_factor (such as 1.25), or backend=emulated"
         )
-    multiple = MULTIPLES[name]
     for dimension in ("in_features", "out_features"):
         size = getattr(sizes, dimension)
         if size % multiple:

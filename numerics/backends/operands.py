@@ -81,6 +81,15 @@ class Tiles:
         return Place(self.row_ids, first, length * jax.lax.axis_size(axis_name))
 
 
+def one_group_an_expert(backend: str, tiles: Tiles) -> None:
+    """Raises ValueError for rows in tiles, and for ones that a `jax.shard_map` has split."""
+    if tiles.expert is not None or tiles.shard != Shard():
+        raise ValueError(
+            f"backend {backend!r} has one group of rows for each expert, x [experts, rows, K] "
+            "without tile_expert: give the mixture a capacity_factor, or use backend='emulated'"
+        )
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Signature:

@@ -2,12 +2,16 @@
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
+import warnings
 
 from ..recipe import Recipe, nvfp4_recipe
 
-REMEDY = "see docs/blackwell.md for its installation, or use backend=xla"
+TESTED_VERSION = "2.20.2"
+REMEDY = "docs/blackwell.md says how to install it; or use backend=xla"
+_NEEDED = ("QuantizeMeta", "QuantizeMetaSet", "QuantizerFactory")
 
 
 @functools.cache
@@ -16,9 +20,16 @@ def installation_fault() -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed: {REMEDY}"
     try:
-        importlib.import_module("transformer_engine.jax")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it does not find; the error below says it
+            quantize = importlib.import_module("transformer_engine.jax.quantize")
     except Exception as error:  # its loader raises whatever the libraries that it misses raise
         return f"Transformer Engine does not import ({_first_line(error)}): {REMEDY}"
+    if missing := [name for name in _NEEDED if not hasattr(quantize, name)]:
+        return (
+            f"Transformer Engine {importlib.metadata.version('transformer_engine')} has no "
+            f"{missing[0]} for JAX, which {TESTED_VERSION} has: {REMEDY}"
+        )
     return None
 
 
@@ -52,3 +63,8 @@ def as_options(recipe: Recipe) -> dict[str, bool] | None:
         if nvfp4_recipe(**options).operands == recipe.operands:
             return options
     return None
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """What features must be multiples of: its Hadamard kernel has tiles, cuBLAS aligned rows."""
+    return 128 if recipe.wgrad_x.hadamard else 32

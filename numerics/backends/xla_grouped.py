@@ -7,7 +7,7 @@ which is exact. Tiles of several rows an expert (dropless mixtures) have no such
 import jax
 
 from ..recipe import Recipe
-from .operands import LogicalAxes, Shard, Signature, Tiles
+from .operands import LogicalAxes, Signature, Tiles, one_group_an_expert
 from .placement import Placement
 from .xla import Residuals, backward_groups, forward_groups, fprop_groups
 
@@ -16,7 +16,7 @@ def fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles, kernel_axes: LogicalAxes = None
 ) -> jax.Array:
     """y [E, C, *N] in x's dtype."""
-    _check(tiles)
+    one_group_an_expert("xla", tiles)
     place = Placement.of_experts(kernel_axes, kernel.shape)
     return fprop_groups(recipe, x, kernel, place)[0].astype(x.dtype)
 
@@ -30,7 +30,7 @@ def forward(
     kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
-    _check(tiles)
+    one_group_an_expert("xla", tiles)
     place = Placement.of_experts(kernel_axes, kernel.shape)
     rows_at = tiles.place(x.shape[-1], None)
     y, residuals = forward_groups(recipe, x, kernel, words, place, rows_at)
@@ -47,17 +47,9 @@ def backward(
     kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) like x and the kernel. g: [E, C, *N]; dw accumulates in float32."""
-    _check(tiles)
+    one_group_an_expert("xla", tiles)
     features = signature.kernel.shape[2:]
     place = Placement.of_experts(kernel_axes, signature.kernel.shape)
     rows_at = tiles.place(g.shape[-1], None)
     dx, dw = backward_groups(recipe, residuals, g, words, features, place, rows_at)
     return dx.astype(signature.x.dtype), dw.astype(signature.kernel.dtype)
-
-
-def _check(tiles: Tiles) -> None:
-    if tiles.expert is not None or tiles.shard != Shard():
-        raise ValueError(
-            "backend 'xla' has one group of rows for each expert, x [experts, rows, K] without "
-            "tile_expert: give the mixture a capacity_factor, or use backend='emulated'"
-        )
