@@ -68,7 +68,7 @@ def compile_step(config: TrainConfig, target: Target, num_devices: int) -> Compi
     devices = target_devices(target.name, num_devices)
     program = Program(config, devices, available=target.memory_bytes)
     try:
-        with cudnn_of(target):
+        with cudnn_of(target), jax.set_mesh(program.mesh):
             compiled = program.lower_train_step().compile(compiler_options=COMPILER_OPTIONS)
     except jax.errors.JaxRuntimeError as error:
         first_line = str(error).strip().splitlines()[0]

@@ -104,6 +104,9 @@ def _gemm(execution: Execution) -> tuple[str, float] | None:
     elif instruction.custom_call_target == "__cudnn$blockScaledDot":
         left = computation.shape_of(instruction.operands[0])  # [batch, M, K]
         contraction = left.dimensions[-1]
+    elif instruction.custom_call_target.startswith("te_gemm"):  # Transformer Engine, any layout
+        left, right = (computation.shape_of(name) for name in instruction.operands[0:3:2])
+        contraction = math.isqrt(left.size * right.size // instruction.shapes[0].size)
     elif instruction.custom_call_target.startswith("__cublas$"):
         left = computation.shape_of(instruction.operands[0])
         found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)

@@ -145,7 +145,8 @@ class Program:
     def compile_train_step(self, *, finish: bool = False) -> Any:
         """The step, compiled for this run's shapes: (state, batch) -> (state, metrics), see
         `make_train_step`. The state is donated."""
-        return self.lower_train_step(finish=finish).compile()
+        with jax.set_mesh(self.mesh):  # Transformer Engine asks for it when XLA partitions
+            return self.lower_train_step(finish=finish).compile()
 
     def lower_train_step(self, *, finish: bool = False) -> Any:
         """The step's program before XLA optimises it."""

@@ -99,7 +99,7 @@ def multiply(
     """y bfloat16 [M, *N] of x [M, K]. rows_axis: the logical axis of M, if the kernel has some."""
     from transformer_engine.jax.dense import dense
 
-    x = x.astype(jnp.bfloat16)
+    x, kernel = x.astype(jnp.bfloat16), jnp.asarray(kernel)
     num_rows, sizes = x.shape[0], mesh_axis_sizes()
     num_parts = 1
     whole: LogicalAxes = None
