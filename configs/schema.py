@@ -79,7 +79,7 @@ class TrainConfig:
       remat: what the backward pass computes again instead of storing: nothing, all but the
         quantised residuals, or everything.
       backend: where FP4 products run: by what the devices can do (auto, which says what it chose
-        and why), on the tensor cores of Blackwell (xla), or emulated anywhere.
+        and why), on the tensor cores of Blackwell (transformer_engine, xla), or emulated anywhere.
       loss_chunks: parts that a device's tokens go through output head and loss in, so that the
         logits of all of them are never in memory at once; null takes the fewest whose logits stay
         below 512 MiB, where that saves memory.
@@ -106,7 +106,7 @@ class TrainConfig:
     resume: bool = True
     checkpoint: str | None = None
     remat: Literal["none", "save_quantized", "full"] = "none"
-    backend: Literal["auto", "emulated", "xla"] = "auto"
+    backend: Literal["auto", "emulated", "xla", "transformer_engine"] = "auto"
     loss_chunks: int | None = None
     sample_tokens: int = 64
 

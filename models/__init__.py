@@ -66,7 +66,7 @@ def create(
       "full" nothing but the blocks' inputs.
     activation_dtype: "float32", "bfloat16" or "float16".
     backend: where FP4 products run: "auto", by what the device can do (`model.backends` says which
-      and why), "emulated" or "xla".
+      and why), "emulated", "xla" or "transformer_engine".
     rngs: only its `params` stream is used.
 
     Raises:

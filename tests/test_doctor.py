@@ -7,7 +7,7 @@ import pytest
 
 from fp4zoo import doctor
 from fp4zoo.configs import load
-from fp4zoo.numerics.backends import transformer_engine_recipe as te
+from fp4zoo.numerics.backends import choice
 from fp4zoo.training import machine
 
 TINY = ["model=llama-tiny"]
@@ -55,20 +55,20 @@ def row_of(printed, precision):
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-def without_transformer_engine(monkeypatch):
-    monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: None)
-    te.installation_fault.cache_clear()
-
-
-def test_a_b200_runs_fp4_in_hardware(diagnose, monkeypatch):
-    without_transformer_engine(monkeypatch)
+@pytest.mark.parametrize("installed", [True, False], ids=["with TE", "without TE"])
+def test_a_b200_runs_fp4_in_hardware(installed, diagnose, monkeypatch):
+    fault = None if installed else "Transformer Engine is not installed"
+    monkeypatch.setattr(choice, "installation_fault", lambda: fault)
     status, printed = diagnose(B200)
-    te.installation_fault.cache_clear()
     assert status == 0
     assert "1 x NVIDIA B200, compute capability 10.0" in printed
     assert "178.00 GiB per device" in printed
-    assert row_of(printed, "nvfp4")[1] == "xla"
-    assert "transformer_engine: Transformer Engine is not installed" in printed
+    if installed:
+        assert row_of(printed, "nvfp4")[1] == "transformer_engine"
+        assert "xla: runs too, but is not the first choice" in printed
+    else:
+        assert row_of(printed, "nvfp4")[1] == "xla"
+        assert "transformer_engine: Transformer Engine is not installed" in printed
     assert row_of(printed, "bf16")[1] == "emulated"
     assert "python train.py would start" in printed
 

@@ -25,6 +25,24 @@ def test_gathered_bytes_are_packed_codes_and_scales():
     assert (reduce.kind, reduce.runs, reduce.num_bytes) == ("all-reduce", 1, 2 * 4 * 3 / 4)
 
 
+def test_transformer_engines_products_whatever_the_layouts():
+    """x [4, 64, 256] times the transpose of codes [512, 256], beside a workspace."""
+    counts = count(
+        """
+ENTRY %main (x: f4e2m1fn[4,64,256], w: f4e2m1fn[512,256], s: f8e4m3fn[4,64,16]) -> bf16[4,64,512] {
+  %x = f4e2m1fn[4,64,256]{2,1,0} parameter(0)
+  %w = f4e2m1fn[512,256]{1,0} parameter(1)
+  %s = f8e4m3fn[4,64,16]{2,1,0} parameter(2)
+  %g = (bf16[4,64,512]{2,1,0}, u8[9]) custom-call(%x, %s, %w), custom_call_target="te_gemm_v2_ffi"
+  ROOT %y = bf16[4,64,512]{2,1,0} get-tuple-element(%g), index=0
+}
+"""
+    )
+    assert counts.gemms == {"fp4": 1}
+    assert counts.work.gemm_flops == {"fp4": 2 * 4 * 64 * 512 * 256}
+    assert counts.work.traffic_bytes == 0
+
+
 def compiled(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return count(jax.jit(function).lower(*arguments).compile().as_text())

@@ -40,10 +40,13 @@ class TestAuto:
     @pytest.mark.parametrize("device", [B200, GB300], ids=lambda d: d.device_kind)
     def test_datacenter_blackwell_runs_in_hardware(self, device, transformer_engine):
         chosen = choose_backend("auto", NVFP4, device, ENTERS)
-        assert chosen.name == "xla"
         assert device.device_kind in chosen.reason
-        why = "does not call Transformer Engine yet" if transformer_engine else "is not installed"
-        assert "not transformer_engine: " in chosen.reason and why in chosen.reason
+        if transformer_engine:
+            assert chosen.name == "transformer_engine"
+        else:
+            assert chosen.name == "xla"
+            assert "not transformer_engine: " in chosen.reason
+            assert "is not installed" in chosen.reason
 
     @pytest.mark.parametrize(
         ("device", "reason"),
@@ -79,6 +82,12 @@ class TestAuto:
         chosen = choose_backend("auto", NVFP4, B200, LinearSizes(256, 512, in_tiles=True))
         assert chosen.name == "emulated"
         assert "model.moe.capacity_factor" in chosen.reason
+
+    def test_experts_with_a_capacity_are_batched_products(self, transformer_engine):
+        chosen = choose_backend("auto", NVFP4, B200, LinearSizes(256, 512, experts=4))
+        assert chosen.name == "xla"
+        if transformer_engine:
+            assert "not transformer_engine: it multiplies experts one after" in chosen.reason
 
     def test_a_size_that_one_cannot_run_goes_to_the_next(self, transformer_engine):
         assert choose_backend("auto", NVFP4, B200, LinearSizes(160, 512)).name == "xla"
@@ -129,12 +138,20 @@ class TestExplicit:
             choose_backend("transformer_engine", recipe, B200)
 
     @pytest.mark.parametrize("suffix", ["", "-no-rht", "-no-sr", "-1d-weights"])
-    def test_transformer_engine_has_every_nvfp4_recipe_but_is_not_called_yet(
-        self, suffix, monkeypatch
-    ):
+    def test_transformer_engine_has_every_nvfp4_recipe(self, suffix, monkeypatch):
         monkeypatch.setattr(choice, "installation_fault", lambda: None)
-        with pytest.raises(UserError, match="does not call Transformer Engine yet"):
-            choose_backend("transformer_engine", get_recipe(f"nvfp4{suffix}"), B200, ENTERS)
+        recipe = get_recipe(f"nvfp4{suffix}")
+        smaller = LinearSizes(32, 96)
+
+        def chosen(sizes):
+            return choose_backend("transformer_engine", recipe, B200, sizes).name
+
+        assert chosen(ENTERS) == chosen(ENTERS._replace(experts=4)) == "transformer_engine"
+        if suffix == "-no-rht":  # its tiles are the Hadamard kernel's
+            assert chosen(smaller) == "transformer_engine"
+        else:
+            with pytest.raises(UserError, match="in_features=32 is not a multiple of 128"):
+                chosen(smaller)
 
     def test_a_misspelt_name(self):
         with pytest.raises(UserError, match="did you mean 'emulated'"):
