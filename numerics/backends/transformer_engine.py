@@ -13,6 +13,7 @@ Legend: M tokens, K in features, N out features; x [..., K], kernel [K, *N], g [
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -97,8 +98,6 @@ def multiply(
     state: jax.Array | None,
 ) -> jax.Array:
     """y bfloat16 [M, *N] of x [M, K]. rows_axis: the logical axis of M, if the kernel has some."""
-    from transformer_engine.jax.dense import dense
-
     x, kernel = x.astype(jnp.bfloat16), jnp.asarray(kernel)
     num_rows, sizes = x.shape[0], mesh_axis_sizes()
     num_parts = 1
@@ -110,7 +109,7 @@ def multiply(
         num_parts = _parts(rows_axis, num_rows, sizes)
         x = constrain(x, rows_axis, whole[0])
     _announce_mesh(sizes)
-    y = dense(
+    y = _module("jax.dense").dense(
         _pad_rows(x, num_parts),
         kernel,
         contracting_dims=((1,), (0,)),
@@ -126,16 +125,14 @@ def quantizers(recipe: Recipe, state: jax.Array | None = None) -> Any:
 
     state: uint32 [devices, 4], for stochastic rounding of gradients; None: to nearest.
     """
-    from transformer_engine.common.recipe import NVFP4BlockScaling
-    from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
-
+    quantize = _module("jax.quantize")
     options = as_options(recipe)
     assert options is not None, recipe
     hadamard = options["hadamard"]
     stochastic = {} if state is None else {"stochastic_rounding_rng_state": state}
-    return QuantizerFactory.create_set(
+    return quantize.QuantizerFactory.create_set(
         # Every field: their defaults come from environment variables.
-        fp8_recipe=NVFP4BlockScaling(
+        fp8_recipe=_module("common.recipe").NVFP4BlockScaling(
             disable_rht=not hadamard,
             disable_stochastic_rounding=state is None,
             disable_2d_quantization=not options["two_dimensional_weights"],
@@ -143,13 +140,18 @@ def quantizers(recipe: Recipe, state: jax.Array | None = None) -> Any:
             nvfp4_4over6="none",
             backward_override=None,
         ),
-        quantize_meta_set=QuantizeMetaSet(
-            x=QuantizeMeta(use_rht=hadamard),
-            kernel=QuantizeMeta(use_rht=False),
-            grad=QuantizeMeta(use_rht=hadamard, **stochastic),
+        quantize_meta_set=quantize.QuantizeMetaSet(
+            x=quantize.QuantizeMeta(use_rht=hadamard),
+            kernel=quantize.QuantizeMeta(use_rht=False),
+            grad=quantize.QuantizeMeta(use_rht=hadamard, **stochastic),
         ),
         checkpoint_name=QUANTIZED_NAME,
     )
+
+
+def _module(name: str) -> Any:
+    """Imported when it is used: most machines do not have it."""
+    return importlib.import_module(f"transformer_engine.{name}")
 
 
 def _dense(
@@ -173,9 +175,8 @@ def _rounding_state(recipe: Recipe, words: jax.Array) -> jax.Array | None:
     """Its generator's state, uint32 [devices, 4]; None where nothing is rounded stochastically."""
     if not recipe.uses_stochastic_rounding:
         return None
-    from transformer_engine.jax.sharding import get_num_devices_in_mesh
-
-    bits = random_bits(fold(words, WGRAD_SALT), (get_num_devices_in_mesh(), 4))
+    num_devices = int(_module("jax.sharding").get_num_devices_in_mesh())
+    bits = random_bits(fold(words, WGRAD_SALT), (num_devices, 4))
     return bits >> 1  # its own are 31 bits long: halves of numbers that it reads as signed
 
 
@@ -223,10 +224,8 @@ def _announce_mesh(sizes: Mapping[str, int]) -> None:
     """Tells Transformer Engine what the mesh's axes are for.
 
     It asks when XLA partitions the program, which is after this call: so it stays told, until
-    another mesh comes. What somebody else has told it (`te.autocast`) is left alone.
+    another mesh comes.
     """
-    from transformer_engine.jax.sharding import MeshResource, global_shard_guard
-
     if not sizes:
         return
     # Parts of a weight's gradient are added up in float32, as all our gradients.
@@ -236,11 +235,12 @@ def _announce_mesh(sizes: Mapping[str, int]) -> None:
         name = MESH_AXES[logical_axis][0]
         return name if name in sizes else None
 
-    resource = MeshResource(
+    sharding = _module("jax.sharding")
+    resource = sharding.MeshResource(
         dp_resource=axis("batch"),
         fsdp_resource=axis("embed"),
         tpsp_resource=axis("mlp"),
         cp_resource=axis("sequence"),
     )
     _announced.close()
-    _announced.enter_context(global_shard_guard(resource))
+    _announced.enter_context(sharding.global_shard_guard(resource))

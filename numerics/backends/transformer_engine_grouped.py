@@ -26,7 +26,7 @@ def fprop(
     """y [E, C, *N] in x's dtype."""
     _check(tiles)
     product = _product(recipe, kernel_axes)
-    y = jax.lax.map(lambda expert: product(*expert, None), (x, kernel))
+    y = jax.lax.map(lambda expert: product(expert[0], expert[1], None), (x, kernel))
     return y.astype(x.dtype)
 
 
