@@ -102,6 +102,14 @@ def test_a_forward_and_backward_pass_is_eight_custom_calls(function, x, w, g, co
     assert custom_calls(forward_and_backward(call), *arguments) == DENSE_CALLS
 
 
+def test_a_forward_pass_alone_is_one_product():
+    call = functools.partial(
+        linear, recipe=get_recipe("nvfp4"), key=KEY, backend="transformer_engine"
+    )
+    calls = custom_calls(call, shape(2, 1, 128), shape(128, 128, dtype=jnp.float32))
+    assert calls == {"te_rht_amax_ffi": 1, "te_dbias_quantize_ffi": 2, "te_gemm_v2_ffi": 1}
+
+
 def test_without_hadamard_there_are_fewer_and_smaller_features_fit():
     recipe = nvfp4_recipe(hadamard=False)
     call = functools.partial(linear, recipe=recipe, key=KEY, backend="transformer_engine")
