@@ -184,9 +184,11 @@ class TestLayers:
         with compiling_for(B200), pytest.raises(UserError, match="^moe: .*capacity_factor"):
             self.mixture(backend="xla")
 
-    def test_or_the_layer_runs_in_bf16_and_says_so(self, caplog):
+    @pytest.mark.parametrize("backend", ["xla", "transformer_engine"])
+    def test_or_the_layer_runs_in_bf16_and_says_so(self, backend, caplog, monkeypatch):
+        monkeypatch.setattr(choice, "installation_fault", lambda: None)
         with compiling_for(B200):
-            layer = self.dense((48, 64), backend="xla", on_unsupported="bf16")
+            layer = self.dense((48, 64), backend=backend, on_unsupported="bf16")
         assert layer.recipe.name == "bf16"
-        assert "up: backend=xla: in_features=48" in caplog.text
+        assert f"up: backend={backend}: in_features=48" in caplog.text
         assert "runs in bf16" in caplog.text
