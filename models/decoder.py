@@ -21,6 +21,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rope import RopeTables, rope_frequencies, rope_tables
 from ..numerics import GEMM_NAME, QUANTIZED_NAME, Recipe
 from ..numerics.partitioning import constrain
+from ..numerics.platform import row_major
 from .config import ModelConfig
 from .precision_plan import (
     LinearShape,
@@ -295,7 +296,7 @@ class Decoder(nnx.Module):
         def body(x, layer):
             layer_parameters, layer_keys = layer
             return nnx.merge(graph, layer_parameters)(
-                x, rope=rope, segment_ids=segment_ids, rounding_keys=layer_keys
+                row_major(x), rope=rope, segment_ids=segment_ids, rounding_keys=layer_keys
             )
 
         if self.remat == "save_quantized":

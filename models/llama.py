@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..layers.dense import NVFP4Dense
 from ..numerics import Recipe
 from ..numerics.partitioning import constrain
+from ..numerics.platform import row_major
 from .config import ModelConfig
 from .decoder import Auxiliary, Decoder, kernel_init, output_kernel_init
 from .precision_plan import LinearShape
@@ -60,6 +61,7 @@ class GatedMLP(nnx.Module):
 @functools.partial(jax.checkpoint, prevent_cse=False)  # Cheap to compute again, large to store.
 def _swiglu(gate_up: jax.Array) -> jax.Array:
     """silu(gate) · up, [B, T, 2, F] -> [B, T, F]."""
+    gate_up = row_major(gate_up)
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 

@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from .backends import GROUPED_BACKENDS
-from .backends.operands import GEMM_NAME, LogicalAxes, Shard, Signature, Tiles
+from .backends.operands import GEMM_NAME, LogicalAxes, Shard, Signature, Tiles, saved_as
 from .formats import BLOCK
 from .linear import Call, backward_words, check_backend, check_operands, rounding_words
+from .platform import row_major
 from .recipe import Recipe
 
 
@@ -78,12 +78,13 @@ def _grouped(
 def _grouped_forward(call, x, kernel, tiles, words):
     gemms = GROUPED_BACKENDS[call.backend]
     y, residuals = gemms.forward(call.recipe, x, kernel, tiles, words, call.kernel_axes)
-    y = checkpoint_name(y, GEMM_NAME)
+    y = saved_as(GEMM_NAME, y)
     return y, (residuals, tiles, words, Signature.of(x, kernel))
 
 
 def _grouped_backward(call, saved, g):
     residuals, tiles, words, signature = saved
+    residuals = jax.tree.map(row_major, residuals)
     gemms = GROUPED_BACKENDS[call.backend]
     key = backward_words(call, words, g, tiles.shard.whole_hash)
     dx, dw = gemms.backward(call.recipe, residuals, g, tiles, key, signature, call.kernel_axes)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ..errors import check_choice
 from .backends import BACKENDS, DENSE_BACKENDS
-from .backends.operands import GEMM_NAME, LogicalAxes, Signature
+from .backends.operands import GEMM_NAME, LogicalAxes, Signature, saved_as
 from .formats import BLOCK
+from .platform import row_major
 from .random_bits import content_hash, fold, key_words
 from .recipe import Recipe
 
@@ -45,7 +45,8 @@ def linear(
     key: a JAX PRNG key that decides the stochastic rounding of this call's gradients. With
     content_seeded=True the incoming gradient's own bits are mixed in, so that calls that share a
     key (a layer whose key is not advanced, or no key at all) still draw different bits for
-    different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`.
+    different gradients. precision: of the float32 recipe's matmul, as in `jax.lax.dot_general`;
+    None is full float32, which a GPU's own default (TF32) is not.
     backend: where an FP4 recipe's GEMMs run, a name in BACKENDS; `choose_backend` knows what this
     device can. kernel_axes: logical names of the kernel's dimensions (numerics/partitioning.py), so
     that what a mesh moves of it is FP4.
@@ -62,6 +63,8 @@ def linear(
     dtype = x.dtype if output_dtype is None else jnp.dtype(output_dtype)
     if recipe.is_float32:
         axes = (((x.ndim - 1,), (0,)), ((), ()))
+        if precision is None:
+            precision = jax.lax.Precision.HIGHEST
         return jax.lax.dot_general(
             x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
         ).astype(dtype)
@@ -116,12 +119,13 @@ def _linear(call: Call, x: jax.Array, kernel: jax.Array, words: jax.Array) -> ja
 def _linear_forward(call, x, kernel, words):
     gemms = DENSE_BACKENDS[call.backend]
     y, residuals = gemms.forward(call.recipe, x, kernel, words, call.kernel_axes)
-    y = checkpoint_name(y.astype(call.dtype), GEMM_NAME)
+    y = saved_as(GEMM_NAME, y.astype(call.dtype))
     return y, (residuals, words, Signature.of(x, kernel))
 
 
 def _linear_backward(call, saved, g):
     residuals, words, signature = saved
+    residuals = jax.tree.map(row_major, residuals)
     gemms = DENSE_BACKENDS[call.backend]
     key = backward_words(call, words, g)
     dx, dw = gemms.backward(call.recipe, residuals, g, key, signature, call.kernel_axes)

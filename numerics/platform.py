@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 # Part of the key of JAX's caches: what was traced for one kind of device is not reused for another.
 _target = jax.make_user_context(default_value=None)
@@ -61,3 +62,14 @@ def matmul_operand(x: jax.Array) -> jax.Array:
     if not on_cpu() or x.dtype == jnp.float32:
         return x
     return jax.lax.optimization_barrier(x).astype(jnp.float32)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`, which a GPU keeps with its last axis contiguous; its gradient likewise.
+
+    For what a loop over layers saves: XLA takes the memory layout that suits one reader of the
+    stack of all layers, and makes a transposed copy of the stack for it.
+    """
+    if on_cpu():
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

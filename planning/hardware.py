@@ -13,6 +13,9 @@ Peaks are dense (without structured sparsity), per GPU. Links are per GPU and di
 | VR NVL72 | NVIDIA Vera Rubin NVL72, as announced: 35 PF FP4 for training, 17.5 FP8, 4 BF16 |
 | RTX PRO 6000 | NVIDIA RTX PRO 6000 data sheet: 2 PF dense FP4, 1 FP8, 0.5 BF16; PCIe 5.0 |
 
+FP32 is what products that ask for full float32 run at: without tensor cores, whose TF32 is another
+format. Per GPU from the same sheets (HGX B200 and B300: 600 TF for 8, NVL72: 5,760 TF for 72).
+
 Between hosts: one InfiniBand or Ethernet port per GPU, 200, 400 or 800 Gbit/s (ConnectX-6, 7, 8).
 """
 
@@ -92,39 +95,39 @@ _GB300_EFFICIENCY = 0.58
 
 HARDWARE = {
     "a100": Hardware(
-        {"bf16": 312 * _T, "fp32": 156 * _T},
+        {"bf16": 312 * _T, "fp32": 19.5 * _T},
         300 * _G, 8, 25 * _G, _GB200_EFFICIENCY, "gb200",
     ),
     "h100": Hardware(
-        {"bf16": 989 * _T, "fp8": 1979 * _T, "fp32": 494 * _T},
+        {"bf16": 989 * _T, "fp8": 1979 * _T, "fp32": 67 * _T},
         450 * _G, 8, 50 * _G, _GB200_EFFICIENCY, "gb200",
     ),
     "h200": Hardware(
-        {"bf16": 989 * _T, "fp8": 1979 * _T, "fp32": 494 * _T},
+        {"bf16": 989 * _T, "fp8": 1979 * _T, "fp32": 67 * _T},
         450 * _G, 8, 50 * _G, _GB200_EFFICIENCY, "gb200",
     ),
     "b200": Hardware(
-        {"fp4": 9000 * _T, "fp8": 4500 * _T, "bf16": 2250 * _T, "fp32": 1125 * _T},
+        {"fp4": 9000 * _T, "fp8": 4500 * _T, "bf16": 2250 * _T, "fp32": 75 * _T},
         900 * _G, 8, 50 * _G, _GB200_EFFICIENCY, "gb200",
     ),
     "gb200": Hardware(
-        {"fp4": 10000 * _T, "fp8": 5000 * _T, "bf16": 2500 * _T, "fp32": 1250 * _T},
+        {"fp4": 10000 * _T, "fp8": 5000 * _T, "bf16": 2500 * _T, "fp32": 80 * _T},
         900 * _G, 64, 50 * _G, _GB200_EFFICIENCY, "gb200",
     ),
     "b300": Hardware(
-        {"fp4": 13500 * _T, "fp8": 4500 * _T, "bf16": 2250 * _T, "fp32": 1125 * _T},
+        {"fp4": 13500 * _T, "fp8": 4500 * _T, "bf16": 2250 * _T, "fp32": 75 * _T},
         900 * _G, 8, 100 * _G, _GB300_EFFICIENCY, "gb300",
     ),
     "gb300": Hardware(
-        {"fp4": 15000 * _T, "fp8": 5000 * _T, "bf16": 2500 * _T, "fp32": 1250 * _T},
+        {"fp4": 15000 * _T, "fp8": 5000 * _T, "bf16": 2500 * _T, "fp32": 80 * _T},
         900 * _G, 64, 100 * _G, _GB300_EFFICIENCY, "gb300",
     ),
     "vr-nvl72": Hardware(
-        {"fp4": 35000 * _T, "fp8": 17500 * _T, "bf16": 4000 * _T, "fp32": 2000 * _T},
+        {"fp4": 35000 * _T, "fp8": 17500 * _T, "bf16": 4000 * _T, "fp32": 130 * _T},
         1800 * _G, 64, 200 * _G, _GB300_EFFICIENCY, "gb300",
     ),
     "rtx-pro-6000": Hardware(
-        {"fp4": 2000 * _T, "fp8": 1000 * _T, "bf16": 500 * _T, "fp32": 250 * _T},
+        {"fp4": 2000 * _T, "fp8": 1000 * _T, "bf16": 500 * _T, "fp32": 125 * _T},
         50 * _G, 8, 25 * _G, _GB200_EFFICIENCY, "gb200",
     ),
 }  # fmt: skip

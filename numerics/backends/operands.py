@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import BLOCK, Format
 from ..hadamard import random_hadamard
+from ..platform import row_major
 from ..quantize import round_scaled, scale_to_blocks, tensor_amax
 from ..random_bits import Place, random_bits
 from ..recipe import Operand
@@ -166,4 +167,9 @@ def save(operand: T, spec: Operand) -> T:
     """Name a quantised residual, so that a remat policy can keep it."""
     if spec.format is not Format.NVFP4:
         return operand
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, QUANTIZED_NAME), operand)
+    return jax.tree.map(lambda leaf: saved_as(QUANTIZED_NAME, leaf), operand)
+
+
+def saved_as(name: str, x: jax.Array) -> jax.Array:
+    """`x` under the name that remat policies keep it by, in one memory layout."""
+    return row_major(checkpoint_name(row_major(x), name))

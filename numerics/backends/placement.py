@@ -1,20 +1,28 @@
-"""Where the packed operands of a layer lie on a mesh: it is codes and scales that XLA moves.
+"""Where the packed operands of a layer lie on a mesh: it is codes and scales that devices send.
 
 A GEMM has one axis of tokens and one of features, of which an array may have several. Merging two
 axes of which a mesh splits the inner one would make XLA move everything; so here parts that lie on
 one device stay together. A product does not depend on the order, and blocks of 16 stay whole.
+
+Products are local to a device, in `jax.shard_map`, and what they leave to be added is added by name
+(`Placement.product`): partial weight gradients are scattered to where the parameter is stored, and
+partial activations to the parts of the sequence that devices keep between the blocks.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ..formats import BLOCK
-from ..partitioning import STORAGE_AXES, constrain, dividing_axes, mesh_axis_sizes
+from ..partitioning import STORAGE_AXES, dividing_axes, mesh_axis_sizes
 from .operands import LogicalAxes
-from .packed import Packed
+from .packed import ALIGNMENT, Packed
+
+MeshAxes = tuple[str, ...]  # that one dimension is split over
 
 
 class Order(NamedTuple):
@@ -59,79 +67,186 @@ class Order(NamedTuple):
         return x.reshape(x.shape[0], *rows, *features)
 
 
+class Side(NamedTuple):
+    """One side of a product: an array's axes of rows, of in features or of out features."""
+
+    multiplied: tuple[MeshAxes, ...] = ()  # where it is multiplied, per axis
+    stored: tuple[MeshAxes, ...] = ()  # where results are kept
+
+    @property
+    def names(self) -> MeshAxes:
+        """Of the axes merged into one, as they are multiplied."""
+        return sum(self.multiplied, ())
+
+
 class Placement(NamedTuple):
-    """Logical axes (numerics/partitioning.py) of a layer's merged arrays; None: nobody said."""
+    """Where a layer's x [E, *rows, K], kernel [E, K, *N] and g [E, *rows, *N] are multiplied.
+
+    All axes are empty without a mesh, and where nobody said what the kernel's dimensions are.
+    """
 
     order: Order = Order()
-    weight: LogicalAxes = None  # of [E, K, N], like the master weights
-    tokens: str | None = None  # of M; None: activations stay where they are
-    splits_features: bool = False  # whether a mesh splits N where it multiplies
+    groups: MeshAxes = ()
+    rows: Side = Side()
+    inside: Side = Side()  # K
+    outside: Side = Side()  # N
 
     @classmethod
     def of(
-        cls, kernel_axes: LogicalAxes, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
+        cls, kernel_axes: LogicalAxes, rows: tuple[int, ...], kernel_shape: tuple[int, ...]
     ) -> "Placement":
-        """For a dense layer: x [..., K], kernel [K, *N]."""
-        if kernel_axes is None:
-            return cls()
+        """For a dense layer: x [1, *rows, K], kernel [1, K, *N]."""
         sizes = mesh_axis_sizes()
-        parts = None
-        if len(x_shape) == 3:
-            batch = _parts("batch", x_shape[0], sizes)
-            sequence = _parts("sequence", x_shape[1] // BLOCK, sizes)
-            if sequence > 1 and x_shape[1] % BLOCK == 0:
-                parts = (batch, sequence)
-        return cls._of((None, *kernel_axes), kernel_shape[1:], sizes, parts, "tokens")
-
-    @classmethod
-    def of_experts(cls, kernel_axes: LogicalAxes, kernel_shape: tuple[int, ...]) -> "Placement":
-        """For kernel [E, K, *N]."""
-        if kernel_axes is None:
+        if kernel_axes is None or not sizes:
             return cls()
-        return cls._of(kernel_axes, kernel_shape[2:], mesh_axis_sizes(), None, "expert_rows")
+        if len(rows) == 2:
+            multiplied = [_split("batch", rows[0], 1, sizes), _split("sequence", rows[1], 1, sizes)]
+        else:
+            multiplied = [_split("tokens", rows[0], 1, sizes), *(() for _ in rows[1:])]
+        return cls._of((None, *kernel_axes), kernel_shape, rows, multiplied, sizes)
 
     @classmethod
-    def _of(cls, kernel_axes, features, sizes, token_parts, tokens) -> "Placement":
-        groups, rows, first, last = kernel_axes[0], kernel_axes[1], kernel_axes[2], kernel_axes[-1]
-        block_major = len(features) > 1 and _parts(last, features[-1] // BLOCK, sizes) > 1
-        weight = (groups, rows, last if block_major else first)
-        splits = _parts(_whole(weight)[2], math.prod(features), sizes) > 1
-        return cls(Order(token_parts, block_major), weight, tokens, splits)
+    def of_experts(
+        cls, kernel_axes: LogicalAxes, num_rows: int, kernel_shape: tuple[int, ...]
+    ) -> "Placement":
+        """For x [E, num_rows, K] and kernel [E, K, *N]."""
+        sizes = mesh_axis_sizes()
+        if kernel_axes is None or not sizes:
+            return cls()
+        multiplied = [_split("expert_rows", num_rows, 1, sizes)]
+        return cls._of(kernel_axes, kernel_shape, (num_rows,), multiplied, sizes)
+
+    @classmethod
+    def _of(cls, axes, kernel_shape, rows, multiplied, sizes) -> "Placement":
+        groups, inside, *outside = axes
+        features = kernel_shape[2:]
+        here = [s // _parts(names, sizes) for s, names in zip(rows, multiplied, strict=True)]
+        if here[-1] % BLOCK or math.prod(here) % ALIGNMENT:  # a device's part is no whole blocks
+            multiplied = [() for _ in rows]
+        kept, parts = multiplied, None
+        if len(rows) == 2:
+            between = _split("residual_sequence", rows[1], BLOCK, sizes)
+            if between[: len(multiplied[1])] == multiplied[1]:
+                kept = [multiplied[0], between]
+            if multiplied[1]:
+                parts = _parts(multiplied[0], sizes), _parts(multiplied[1], sizes)
+        # Of several axes of out features one is split, the last or the first.
+        last = _split(outside[-1], features[-1], ALIGNMENT, sizes)
+        split = [() for _ in features[:-1]] + [last]
+        if len(features) > 1 and not last:
+            split[0] = _split(outside[0], features[0], 1, sizes)
+        stored = _split(inside, kernel_shape[1], ALIGNMENT, sizes)
+        return cls(
+            Order(parts, len(features) > 1 and bool(last)),
+            _split(groups, kernel_shape[0], 1, sizes),
+            Side(tuple(multiplied), tuple(kept)),
+            Side((_whole(inside, stored),), (stored,)),
+            Side(tuple(map(_whole, outside, split)), tuple(split)),
+        )
+
+    @property
+    def on_mesh(self) -> bool:
+        return bool(self.rows.multiplied)
 
     def stored(self, weight: Packed) -> Packed:
-        return _place(weight, self.weight)
+        """[E, K, N], where the master weights are."""
+        return self._place(weight, sum(self.inside.stored, ()), sum(self.outside.stored, ()))
 
     def gathered(self, weight: Packed) -> Packed:
-        """As a product needs it: split as its activations are."""
-        return weight if self.weight is None else _place(weight, _whole(self.weight))
+        """[E, K, N] as a product needs it: split as its activations are."""
+        return self._place(weight, self.inside.names, self.outside.names)
 
     def input(self, x: Packed, *, swapped: bool = False) -> Packed:
-        return self._activation(x, 1, swapped)
+        """[E, M, K], or [E, K, M] with swapped."""
+        return self._activation(x, self.inside, swapped)
 
     def gradient(self, g: Packed, *, swapped: bool = False) -> Packed:
-        return self._activation(g, 2, swapped)
+        """[E, M, N], or [E, N, M] with swapped."""
+        return self._activation(g, self.outside, swapped)
 
-    def weight_gradient(self, dw: jax.Array) -> jax.Array:
-        return dw if self.weight is None else constrain(dw, *self.weight)
+    def product(
+        self,
+        multiply: Callable[[Packed, Packed], jax.Array],
+        left: Packed,
+        right: Packed,
+        sides: tuple[Side, Side],
+        contracted: Side,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> jax.Array:
+        """[E, *A, *B] of left [E, A, C] and right [E, B, C].
 
-    def _activation(self, x: Packed, kernel_axis: int, swapped: bool) -> Packed:
-        if self.tokens is None or self.weight is None:
-            return x
-        features = _whole(self.weight)[kernel_axis]
-        axes = (features, self.tokens) if swapped else (self.tokens, features)
-        return _place(x, (self.weight[0], *axes))
+        multiply: of such operands. shapes: A and B, before they were merged. sides: what they are.
+        On a mesh every device multiplies what it has; then mesh axes of `contracted` along which
+        the result is kept in parts scatter it, and the others add it up.
+        """
+        if not self.on_mesh:
+            return self.order.split(multiply(left, right), *shapes)
+        sizes = mesh_axis_sizes()
+        order = Order(None, self.order.block_major)  # a device has one part
+        result = [names for side in sides for names in side.multiplied]
+        scattered = [
+            (axis, name)
+            for axis, names in enumerate(names for side in sides for names in side.stored)
+            for name in names
+            if name in contracted.names and name not in result[axis]
+        ]
+        added = tuple(n for n in contracted.names if n not in {name for _, name in scattered})
+
+        def local(left: Packed, right: Packed) -> jax.Array:
+            rows, features = (
+                tuple(s // _parts(n, sizes) for s, n in zip(shape, side.multiplied, strict=True))
+                for shape, side in zip(shapes, sides, strict=True)
+            )
+            partial = order.split(multiply(left, right), rows, features)
+            for axis, name in scattered:
+                partial = jax.lax.psum_scatter(
+                    partial, name, scatter_dimension=axis + 1, tiled=True
+                )
+            return jax.lax.psum(partial, added) if added else partial
+
+        specs = tuple(_specs(self.groups, side.names, contracted.names) for side in sides)
+        for axis, name in scattered:
+            result[axis] += (name,)
+        out_spec = _spec(self.groups, *result)
+        return jax.shard_map(local, in_specs=specs, out_specs=out_spec, check_vma=False)(
+            left, right
+        )
+
+    def _activation(self, x: Packed, features: Side, swapped: bool) -> Packed:
+        axes = self.rows.names, features.names
+        return self._place(x, *(reversed(axes) if swapped else axes))
+
+    def _place(self, operand: Packed, *axes: MeshAxes) -> Packed:
+        if not self.on_mesh:
+            return operand
+        return Packed(
+            *(
+                None if part is None else jax.lax.with_sharding_constraint(part, spec)
+                for part, spec in zip(operand, _specs(self.groups, *axes), strict=True)
+            )
+        )
 
 
-def _whole(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    return tuple(None if axis in STORAGE_AXES else axis for axis in axes)
+def _split(axis: str | None, size: int, multiple: int, sizes: Mapping[str, int]) -> MeshAxes:
+    """Mesh axes that split `size` into parts of whole multiples."""
+    return () if size % multiple else dividing_axes(axis, size // multiple, sizes)
 
 
-def _parts(axis: str | None, size: int, sizes: dict[str, int]) -> int:
-    return math.prod(sizes[name] for name in dividing_axes(axis, size, sizes))
+def _whole(axis: str | None, names: MeshAxes) -> MeshAxes:
+    """Those along which it is split where it is multiplied."""
+    return () if axis in STORAGE_AXES else names
 
 
-def _place(operand: Packed, axes: LogicalAxes) -> Packed:
-    if axes is None:
-        return operand
-    scales = None if operand.scales is None else constrain(operand.scales, *axes)
-    return Packed(constrain(operand.codes, *axes), scales, operand.scale)
+def _parts(names: MeshAxes, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[name] for name in names)
+
+
+def _specs(groups: MeshAxes, *axes: MeshAxes) -> Packed:
+    """PartitionSpecs of an operand whose last two dimensions are split over these axes."""
+    spec: Any = _spec(groups, *axes)
+    scale: Any = _spec(groups, (), ())
+    return Packed(spec, spec, scale)
+
+
+def _spec(*axes: MeshAxes) -> PartitionSpec:
+    return PartitionSpec(*(names or None for names in axes))

@@ -162,8 +162,8 @@ def _dense(
     state: jax.Array | None,
 ) -> jax.Array:
     """y [..., *N] of x [..., K]."""
-    order = Placement.of(kernel_axes, x.shape, kernel.shape).order
     merged = token_axes(x)[None]
+    order = Placement.of(kernel_axes, merged.shape[1:-1], (1, *kernel.shape)).order
     y = multiply(
         recipe, kernel_axes, "tokens", order.merge(merged, 1, False, False)[0], kernel, state
     )

@@ -139,8 +139,15 @@ def fprop_groups(
     fprop_w = place.stored(fprop_w)
     if recipe.quantizes_weight_once:
         fprop_w = save(fprop_w, recipe.fprop_w)
-    y = multiply(fprop_x, transpose(place.gathered(fprop_w)))
-    return place.order.split(y, x.shape[1:-1], features), fprop_w
+    y = place.product(
+        multiply,
+        fprop_x,
+        transpose(place.gathered(fprop_w)),
+        (place.rows, place.outside),
+        place.inside,
+        (x.shape[1:-1], features),
+    )
+    return y, fprop_w
 
 
 def forward_groups(
@@ -191,7 +198,14 @@ def backward_groups(
         num_features=num_features,
         rows_at=rows_at,
     )
-    dx = multiply(place.gradient(dgrad_g), place.gathered(dgrad_w))
+    dx = place.product(
+        multiply,
+        place.gradient(dgrad_g),
+        place.gathered(dgrad_w),
+        (place.rows, place.inside),
+        place.outside,
+        (tokens, dgrad_w.codes.shape[1:2]),
+    )
     wgrad_g = pack(
         recipe.wgrad_g,
         pad_rows(g, -1 - num_features),
@@ -203,21 +217,24 @@ def backward_groups(
         swap=True,
     )
     wgrad_g = place.gradient(wgrad_g, swapped=True)
-    if place.splits_features:
-        # JAX's partitioning adds up partial products where the right operand's rows are whole.
-        dw = jnp.swapaxes(multiply(wgrad_g, wgrad_x), -1, -2)
-    else:
-        dw = multiply(wgrad_x, wgrad_g)
-    dw = place.order.split(place.weight_gradient(dw), dw.shape[1:2], features)
-    return place.order.split(dx, tokens, dx.shape[2:]), dw
+    dw = place.product(
+        multiply,
+        wgrad_x,
+        wgrad_g,
+        (place.inside, place.outside),
+        place.rows,
+        (wgrad_x.codes.shape[1:2], features),
+    )
+    return dx, dw
 
 
 def fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, kernel_axes: LogicalAxes = None
 ) -> jax.Array:
     """y = x w in float32. x: [..., K], kernel: [K, *N] -> [..., *N]."""
-    place = Placement.of(kernel_axes, x.shape, kernel.shape)
-    y, _ = fprop_groups(recipe, _one_group(x, 1), kernel[None], place)
+    grouped = _one_group(x, 1)
+    place = Placement.of(kernel_axes, grouped.shape[1:-1], (1, *kernel.shape))
+    y, _ = fprop_groups(recipe, grouped, kernel[None], place)
     return y.reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
@@ -229,8 +246,9 @@ def forward(
     kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
-    place = Placement.of(kernel_axes, x.shape, kernel.shape)
-    y, residuals = forward_groups(recipe, _one_group(x, 1), kernel[None], words, place)
+    grouped = _one_group(x, 1)
+    place = Placement.of(kernel_axes, grouped.shape[1:-1], (1, *kernel.shape))
+    y, residuals = forward_groups(recipe, grouped, kernel[None], words, place)
     return y.reshape(*x.shape[:-1], *kernel.shape[1:]), residuals
 
 
@@ -244,9 +262,10 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) like x and the kernel. g: [..., *N]; dw accumulates in float32."""
     x, kernel = signature.x, signature.kernel
-    place = Placement.of(kernel_axes, x.shape, kernel.shape)
     features = kernel.shape[1:]
     g = _one_group(g, len(features))
+    rows = g.shape[1 : g.ndim - len(features)]
+    place = Placement.of(kernel_axes, rows, (1, *kernel.shape))
     dx, dw = backward_groups(recipe, residuals, g, words, features, place)
     return dx.reshape(x.shape).astype(x.dtype), dw[0].astype(kernel.dtype)
 

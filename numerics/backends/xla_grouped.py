@@ -17,7 +17,7 @@ def fprop(
 ) -> jax.Array:
     """y [E, C, *N] in x's dtype."""
     one_group_an_expert("xla", tiles)
-    place = Placement.of_experts(kernel_axes, kernel.shape)
+    place = Placement.of_experts(kernel_axes, x.shape[1], kernel.shape)
     return fprop_groups(recipe, x, kernel, place)[0].astype(x.dtype)
 
 
@@ -31,7 +31,7 @@ def forward(
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
     one_group_an_expert("xla", tiles)
-    place = Placement.of_experts(kernel_axes, kernel.shape)
+    place = Placement.of_experts(kernel_axes, x.shape[1], kernel.shape)
     rows_at = tiles.place(x.shape[-1], None)
     y, residuals = forward_groups(recipe, x, kernel, words, place, rows_at)
     return y.astype(x.dtype), residuals
@@ -49,7 +49,7 @@ def backward(
     """(dx, dw) like x and the kernel. g: [E, C, *N]; dw accumulates in float32."""
     one_group_an_expert("xla", tiles)
     features = signature.kernel.shape[2:]
-    place = Placement.of_experts(kernel_axes, signature.kernel.shape)
+    place = Placement.of_experts(kernel_axes, g.shape[1], signature.kernel.shape)
     rows_at = tiles.place(g.shape[-1], None)
     dx, dw = backward_groups(recipe, residuals, g, words, features, place, rows_at)
     return dx.astype(signature.x.dtype), dw.astype(signature.kernel.dtype)
