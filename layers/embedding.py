@@ -49,8 +49,13 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens int32 [B, T] -> vectors [B, T, D] in `dtype`."""
-        table = constrain(self.embedding[...], "vocabulary", None)
-        return jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
+        table = constrain(self.embedding[...], "vocabulary", "embed")
+        vectors = jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
+        if vectors.ndim != 3:
+            return vectors
+        # A table is larger than the vectors of a batch: devices look up their part of every vector
+        # for the tokens of others, instead of gathering the table and adding up its gradient.
+        return constrain(vectors, "lookup_batch", "sequence", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:
         """The tied output head: x [..., D] -> logits float32 [..., V]."""

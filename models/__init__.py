@@ -14,7 +14,13 @@ from .config import ModelConfig, MoEConfig, RopeScaling
 from .decoder import REMAT_POLICIES, Decoder
 from .llama import Llama
 from .mixtral import Mixtral
-from .precision_plan import PrecisionPlan, PrecisionRow, PrecisionRules, describe_backends
+from .precision_plan import (
+    PrecisionPlan,
+    PrecisionRow,
+    PrecisionRules,
+    describe_backends,
+    packs_residuals,
+)
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3, Qwen3MoE
 
@@ -36,6 +42,7 @@ __all__ = [
     "count_parameters",
     "create",
     "describe_backends",
+    "packs_residuals",
 ]
 
 ARCHITECTURES: dict[str, type[Decoder]] = {

@@ -181,6 +181,12 @@ def fit_backend(
     return rules, tuple(choices.items())
 
 
+def packs_residuals(backends: LinearBackends) -> bool:
+    """Whether what FP4 products keep for the backward pass is FP4 in memory; the emulation's
+    is not."""
+    return bool(backends) and all(choice.name != "emulated" for _, choice in backends)
+
+
 def describe_backends(choices: LinearBackends) -> str:
     """One line for every backend in use: its name, the linears, and why."""
     if not choices:

@@ -24,6 +24,7 @@ MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "tokens": ("data", "fsdp", "expert", "context"),  # batch and sequence as one
     "expert_rows": ("context", "data", "fsdp"),  # of all devices, at their experts
     "residual_sequence": ("context", "tensor"),  # of the residual stream, between the blocks
+    "lookup_batch": ("data", "expert"),  # while fsdp splits the vectors that are looked up
     "features": ("tensor",),  # of rows on their way to an expert
     # Parameters, and the activations that they make.
     "layers": (),
@@ -84,3 +85,17 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if not sizes:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(logical_axes, x.shape, sizes))
+
+
+def gather_stored(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """A parameter with these axes, brought together along those that it is only stored by.
+
+    Its gradient goes back to where the parameter lies: partial sums of devices are scattered there.
+    """
+
+    def whole(x: jax.Array) -> jax.Array:
+        return constrain(x, *(None if axis in STORAGE_AXES else axis for axis in logical_axes))
+
+    gather = jax.custom_vjp(whole)
+    gather.defvjp(lambda x: (whole(x), None), lambda _, g: (constrain(g, *logical_axes),))
+    return gather(x)

@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..errors import UserError
-from ..models import REMAT_POLICIES
+from ..models import REMAT_POLICIES, packs_residuals
 from ..models import create as create_model
+from ..numerics.platform import DeviceKind, compiling_for
 from ..training.auto_mesh import estimate
 from ..training.memory import GIB, USABLE
 from ..training.sharding import MeshConfig
@@ -94,7 +95,7 @@ def search(config: PlanConfig, target: Target, console: Console) -> Forecast:
 def rank(config: PlanConfig, target: Target) -> list[Candidate]:
     """All candidates, by estimated seconds; those that are equally fast by memory."""
     hardware = HARDWARE[target.name]
-    parameters = _parameter_shapes(config)
+    parameters, packed = _model(config, target)
     candidates = []
     for mesh, parts, remat in itertools.product(
         _meshes(config, target), _divisors(config.batch_size), REMAT_POLICIES
@@ -102,7 +103,7 @@ def rank(config: PlanConfig, target: Target) -> list[Candidate]:
         changed = dataclasses.replace(config, mesh=mesh, gradient_accumulation=parts, remat=remat)
         sizes = mesh.sizes(config.devices)
         try:
-            needed = estimate(changed, parameters, sizes, on_cpu=False).total
+            needed = estimate(changed, parameters, sizes, on_cpu=False, packed=packed).total
         except UserError:  # the mesh does not divide model or batch
             continue
         seconds = step_time(
@@ -132,16 +133,23 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _parameter_shapes(config: PlanConfig) -> Parameters:
-    """The model's parameters as shapes; they depend on no mesh."""
+def _model(config: PlanConfig, target: Target) -> tuple[Parameters, bool]:
+    """The model's parameters as shapes, which depend on no mesh; whether its residuals are FP4."""
     precision = config.precision
 
     def create() -> nnx.Module:
         return create_model(
-            config.model, recipe=precision.recipe, rules=precision.rules, rngs=nnx.Rngs(0)
+            config.model,
+            recipe=precision.recipe,
+            rules=precision.rules,
+            backend=config.backend,
+            rngs=nnx.Rngs(0),
         )
 
-    return abstract_model(create)[2]
+    capability = ".".join(map(str, target.compute_capability))
+    with compiling_for(DeviceKind("gpu", target.device_kind, capability)):
+        model, _, parameters = abstract_model(create)
+    return parameters, packs_residuals(model.backends)
 
 
 def _try(config: PlanConfig, target: Target) -> Forecast | UserError:

@@ -15,12 +15,12 @@ from ..models import ARCHITECTURES, ModelConfig
 from ..models.precision_plan import LinearShape, fit_rules, make_segments
 from ..numerics import Recipe, get_recipe
 from ..numerics.formats import Format
+from ..training.memory import PACKED
 from .roofline import Collective, Work
 
 if TYPE_CHECKING:
     from ..configs.schema import TrainConfig
 
-FP4_BYTES = 0.5 + 1 / 16  # a code, and its share of a block's scale
 _OPTIMIZER_BYTES = 40  # per parameter: master, two moments and gradient read, three written; norms
 _LOGITS_PASSES = 6  # float32: written, softmax, loss, its gradient, read by two products
 _SEQUENCE_PASSES = {  # activations read or written per block and pass, in units of a width
@@ -117,7 +117,7 @@ def _sequence_bytes(model: ModelConfig) -> float:
 def _quantizing_bytes(shape: LinearShape) -> float:
     """Per token of one linear: x and the gradient g are read for their amax, read again, and
     written twice, blocks along either axis, as Transformer Engine's kernels do it."""
-    return 2 * (2 + FP4_BYTES) * (shape.in_features + shape.out_features) * shape.active
+    return 2 * (2 + PACKED) * (shape.in_features + shape.out_features) * shape.active
 
 
 def _collectives(
@@ -130,7 +130,7 @@ def _collectives(
     )
     inner = context * tensor
     uses_fp4 = get_recipe(config.precision.recipe).uses_fp4
-    weight_bytes = FP4_BYTES if uses_fp4 else 2
+    weight_bytes = PACKED if uses_fp4 else 2
     microbatches = config.gradient_accumulation
     matrices = (parameters["shared"] + parameters["experts"] / expert) / tensor
     entries = []

@@ -73,6 +73,7 @@ def choose_mesh(
     devices_per_host: int,
     available: int,
     on_cpu: bool,
+    packed: bool = False,
 ) -> MeshChoice:
     """Chooses the axes of `config.mesh` that are 0; the others stay as they are.
 
@@ -85,7 +86,8 @@ def choose_mesh(
     refused: UserError | None = None
     for sizes in _candidates(config, num_devices):
         try:
-            found.append((sizes, estimate(config, parameters, sizes, on_cpu=on_cpu).total))
+            needed = estimate(config, parameters, sizes, on_cpu=on_cpu, packed=packed)
+            found.append((sizes, needed.total))
         except UserError as error:
             refused = refused or error
     if not found:
@@ -117,7 +119,12 @@ def choose_mesh(
 
 
 def estimate(
-    config: TrainConfig, parameters: Parameters, sizes: Sizes, *, on_cpu: bool
+    config: TrainConfig,
+    parameters: Parameters,
+    sizes: Sizes,
+    *,
+    on_cpu: bool,
+    packed: bool = False,
 ) -> memory.MemoryEstimate:
     """Bytes per device on a mesh of these sizes.
 
@@ -154,6 +161,7 @@ def estimate(
             activation_size=jnp.dtype(config.precision.activation_dtype).itemsize,
             remat=config.remat,
             on_cpu=on_cpu,
+            packed=packed,
             loss_chunks=chunks,
             tensor=sizes["tensor"],
             expert=sizes["expert"],

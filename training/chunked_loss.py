@@ -23,7 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..numerics.partitioning import STORAGE_AXES, constrain, dividing_axes, mesh_axis_sizes
+from ..numerics.partitioning import (
+    STORAGE_AXES,
+    constrain,
+    dividing_axes,
+    gather_stored,
+    mesh_axis_sizes,
+)
 from .cross_entropy import token_losses
 from .sharding import logical_axes
 from .state import Parameters, path_name
@@ -76,12 +82,9 @@ def chunked_losses(
             whole[index] = leaf
         return head(jax.tree.unflatten(structure, whole), x)
 
-    axes: tuple[tuple[str | None, ...], ...] = tuple(
-        tuple(None if axis in STORAGE_AXES else axis for axis in logical_axes(names[index]))
-        for index in used
-    )
+    axes = tuple(logical_axes(names[index]) for index in used)
     # What a product needs whole is gathered here, once for all chunks.
-    chosen = [constrain(leaves[index], *axes[at]) for at, index in enumerate(used)]
+    chosen = [gather_stored(leaves[index], *axes[at]) for at, index in enumerate(used)]
     weighted: Any = _weighted(apply, axes, chunks, chosen, hidden, targets, weights)
     losses, total = weighted
     return jax.lax.stop_gradient(losses), total
@@ -130,7 +133,8 @@ def _weighted_forward(apply, axes, chunks, chosen, hidden, targets, weights):
         return losses, *gradients
 
     def place(gradient: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-        return constrain(gradient, "batch", "sequence", *names)  # [P, Q, ...]
+        whole = (None if name in STORAGE_AXES else name for name in names)
+        return constrain(gradient, "batch", "sequence", *whole)  # [P, Q, ...]
 
     def step(total: list[jax.Array], chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         losses, for_head, for_hidden = jax.vmap(jax.vmap(one))(*chunk)
@@ -149,7 +153,8 @@ def _weighted_forward(apply, axes, chunks, chosen, hidden, targets, weights):
     summed, (losses, for_hidden) = jax.lax.scan(step, zeros, parts)
     losses = join(losses)
     for_head = [
-        jnp.sum(g, (0, 1)).astype(leaf.dtype) for g, leaf in zip(summed, chosen, strict=True)
+        constrain(jnp.sum(g, (0, 1)), *names).astype(leaf.dtype)
+        for g, leaf, names in zip(summed, chosen, axes, strict=True)
     ]
     return (losses, jnp.sum(weights * losses)), (for_head, join(for_hidden), losses)
 

@@ -22,6 +22,7 @@ from ..models import ModelConfig
 from ..numerics import Recipe, get_recipe
 
 GIB = 2**30
+PACKED = 0.5 + 1 / 16  # bytes of an FP4 code and its share of a block's scale
 USABLE = 0.92  # of what is free: allocators fragment, and the rest of the program lives there too
 
 
@@ -70,6 +71,7 @@ def activation_bytes(
     activation_size: int,
     remat: str,
     on_cpu: bool,
+    packed: bool = False,
     loss_chunks: int = 1,
     tensor: int = 1,
     expert: int = 1,
@@ -86,14 +88,18 @@ def activation_bytes(
         linears' inputs        D + Q + D + F              as wgrad wants them
                                + the rounded weights      per block, not per token
         linears' outputs       Q + 2 K + D + 2 F + D
-        remat=none, besides    4 D + 2 (Q + 2 K) + 2 F    norms, q/k/v after RoPE, attention,
+        remat=none, besides    D + Q + 2 K                between attention and feed-forward,
+                                                          q/k/v after RoPE
+        while a block runs     4 D + 2 (Q + 2 K) + 2 F    norms, q/k/v after RoPE, attention,
                                                           the product of gate and up
 
     remat=save_quantized keeps inputs and weights that are FP4, and outputs unless all is FP32.
-    Rounded values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py).
-    Temporaries: one block's activations with their gradients and, for FP4, four float32 arrays as
-    wide as gate and up together; or logits and their gradient, float32 [tokens / loss_chunks, V],
-    and with several chunks the head's float32 matrix and the gradient of one chunk.
+    Rounded values are held in bfloat16, in float32 on a CPU (see numerics/backends/emulated.py);
+    packed: as FP4, by a backend that multiplies in FP4.
+    Temporaries: one block's gradients, its activations unless they are stored and, for FP4, four
+    float32 arrays as wide as gate and up together; or logits and their gradient, float32 [tokens /
+    loss_chunks, V], and with several chunks the head's float32 matrix and the gradient of one
+    chunk.
     """
     recipe = get_recipe(recipe)
     width = config.embed_dim
@@ -104,7 +110,7 @@ def activation_bytes(
     copies = config.moe.num_experts / expert if config.moe is not None else 1
     weights = width * (2 * query + 2 * key) + 3 * width * config.mlp_dim * copies
 
-    rounded_size = 4 if on_cpu else 2
+    rounded_size = PACKED if packed and recipe.uses_fp4 else 4 if on_cpu else 2
     saved = width * activation_size / tensor
     inputs = (width * (1 + experts) + (query + hidden) / tensor) * rounded_size
     rounded_weights = 0 if recipe.is_float32 else weights * rounded_size / tensor
@@ -118,15 +124,17 @@ def activation_bytes(
 
     fp4, fp32 = recipe.uses_fp4, recipe.is_float32
     whole = saved + inputs + outputs + others
+    between = (width + query + 2 * key) * activation_size / tensor
     per_token, per_block = {
-        "none": (whole, rounded_weights),
+        "none": (saved + inputs + outputs + between, rounded_weights),
         "save_quantized": (
             saved + (inputs if fp4 else 0) + (0 if fp32 else outputs),
             rounded_weights if fp4 else 0,
         ),
         "full": (saved, 0),
     }[remat]
-    one_block = tokens * (2 * whole + scores + rounding) + 2 * rounded_weights
+    times = 1 if remat == "none" else 2
+    one_block = tokens * (times * whole + scores + rounding) + 2 * rounded_weights
     vocabulary = config.vocab_size / tensor
     logits = 2 * (tokens // loss_chunks) * vocabulary * 4
     if loss_chunks > 1:

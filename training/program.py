@@ -78,9 +78,9 @@ class Program:
         self.platform = self.device.platform
         model: Any
         model, self._graphdef, parameters = abstract_model(lambda: self._create(self.recipe))
+        self.plan, self.backends = model.plan, model.backends
         mesh_config, self.mesh_reason = self._choose_mesh(parameters, devices, available)
         self.mesh = make_mesh(mesh_config, devices)
-        self.plan, self.backends = model.plan, model.backends
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(parameters))
         finish = config.precision.forward_finish
         if finish:  # built when it is reached, refused now
@@ -122,6 +122,7 @@ class Program:
                 activation_size=jnp.dtype(config.precision.activation_dtype).itemsize,
                 remat=config.remat,
                 on_cpu=self.platform == "cpu",
+                packed=models.packs_residuals(self.backends),
                 tensor=self.mesh.shape["tensor"],
                 expert=self.mesh.shape["expert"],
             ),
@@ -239,6 +240,7 @@ class Program:
             devices_per_host=sum(device.process_index == first_host for device in devices),
             available=memory.available_bytes(devices) if available is None else available,
             on_cpu=self.platform == "cpu",
+            packed=models.packs_residuals(self.backends),
         )
         return choice.config, choice.reason
 
