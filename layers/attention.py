@@ -285,7 +285,6 @@ class Attention(nnx.Module):
         self, x: jax.Array, rope: RopeTables, *, rounding_key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> rotated query [B, T, N, H], rotated key and value [B, T, K, H]."""
-        x = constrain(x, "batch", "sequence", None)
         fused = self.qkv(x, rounding_key=rounding_key)  # [B, T, K, G + 2, H]
         fused = constrain(fused, "batch", "sequence", "kv_heads", None, None)
         query = fused[..., :-2, :].reshape(*x.shape[:-1], self.num_heads, self.head_dim)

@@ -52,7 +52,6 @@ class GatedMLP(nnx.Module):
         """x [B, T, D] -> ([B, T, D], {}); two rounding keys."""
         del segment_ids
         gate_up_key, down_key = (None, None) if rounding_keys is None else rounding_keys
-        x = constrain(x, "batch", "sequence", None)
         gate_up = self.gate_up(x, rounding_key=gate_up_key)  # [B, T, 2, F]
         gate_up = constrain(gate_up, "batch", "sequence", None, "mlp")
         return self.down(_swiglu(gate_up), rounding_key=down_key), {}

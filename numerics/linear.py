@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from ..errors import check_choice
 from .backends import BACKENDS, DENSE_BACKENDS
+from .backends.emulated import gather_tokens
 from .backends.operands import GEMM_NAME, LogicalAxes, Signature, saved_as
 from .formats import BLOCK
 from .platform import row_major
@@ -65,6 +66,7 @@ def linear(
         axes = (((x.ndim - 1,), (0,)), ((), ()))
         if precision is None:
             precision = jax.lax.Precision.HIGHEST
+        x = gather_tokens(x, kernel_axes and kernel_axes[:1])
         return jax.lax.dot_general(
             x, kernel, axes, precision=precision, preferred_element_type=jnp.float32
         ).astype(dtype)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..formats import BLOCK, Format
+from ..partitioning import STORAGE_AXES, constrain
 from ..platform import matmul_operand, on_cpu
 from ..quantize import expand_blocks, global_scale, tensor_amax
 from ..random_bits import Place, fold
@@ -107,11 +108,22 @@ def token_axes(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def gather_tokens(x: jax.Array, features: LogicalAxes) -> jax.Array:
+    """[B, T, *features] as a product needs it on a mesh: what tensor splits are its features.
+
+    Between the blocks that axis splits the sequence (numerics/partitioning.py).
+    """
+    if features is None or x.ndim != 2 + len(features):
+        return x
+    whole = (None if axis in STORAGE_AXES else axis for axis in features)
+    return constrain(x, "batch", "sequence", *whole)
+
+
 def fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, kernel_axes: LogicalAxes = None
 ) -> jax.Array:
     """y = x w in float32. x: [..., K], kernel: [K, *N] -> [..., *N]."""
-    del kernel_axes
+    x = gather_tokens(x, kernel_axes and kernel_axes[:1])
     return _fprop(recipe, x, kernel)[0]
 
 
@@ -131,7 +143,7 @@ def forward(
     kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, Residuals]:
     """fprop, and what the backward GEMMs need. words: uint32 [2], the call's rounding key."""
-    del kernel_axes
+    x = gather_tokens(x, kernel_axes and kernel_axes[:1])
     y, fprop_w = _fprop(recipe, x, kernel)
     if recipe.quantizes_weight_once:
         dgrad_w = fprop_w
@@ -153,7 +165,7 @@ def backward(
     kernel_axes: LogicalAxes = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) like x and the kernel. g: [..., *N]; dw accumulates in float32."""
-    del kernel_axes
+    g = gather_tokens(g, kernel_axes and kernel_axes[1:])
     wgrad_x, dgrad_w = residuals
     out_axes = tuple(range(1 - dgrad_w.values.ndim, 0))  # N in g and in the kernel
     leading = g.shape[: g.ndim - len(out_axes)]

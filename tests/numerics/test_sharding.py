@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import functools
 import jax, jax.numpy as jnp, numpy as np
@@ -57,12 +59,52 @@ for name, specs in {
 """
 
 
-def test_sharded_is_unsharded():
+# Products that a device makes of its own part, and what is added up of them.
+PACKED = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType
+from fp4zoo.numerics import get_recipe, linear
+from fp4zoo.numerics.partitioning import AXIS_NAMES, partition_spec
+
+random = np.random.default_rng(0)
+
+def both(axes, x, w, g):
+    call = functools.partial(
+        linear, recipe=get_recipe("nvfp4"), key=jax.random.key(3), backend="xla", kernel_axes=axes
+    )
+    y, pullback = jax.vjp(call, x, w)
+    return y, *pullback(g)
+
+for axes, features in ((("embed", None, "mlp"), (2, 128)), (("mlp", "embed"), (64,))):
+    x = random.normal(size=(8, 64, 128)).astype(np.float32)
+    w = (random.normal(size=(128, *features)) * 0.1).astype(np.float32)
+    g = random.normal(size=(8, 64, *features)).astype(np.float32)
+    one = jax.jit(functools.partial(both, axes))(x, w, g)
+    for sizes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}):
+        shape = tuple(sizes.get(name, 1) for name in AXIS_NAMES)
+        mesh = jax.make_mesh(shape, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(shape))
+        with jax.set_mesh(mesh):
+            several = jax.jit(functools.partial(both, axes))(x, w, g)
+        for name, a, b in zip(("y", "dx", "dw"), several, one):
+            error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max()
+            assert error < 1e-6, (axes, sizes, name, error)
+        y, dx, dw = several
+        assert dw.sharding.spec == partition_spec(axes, w.shape, sizes), dw.sharding
+        # What was added up over tensor is left in the parts that lie between the blocks.
+        summed = y if axes[0] == "mlp" else dx
+        kept = partition_spec(("batch", "residual_sequence", None), summed.shape, sizes)
+        assert summed.sharding.is_equivalent_to(jax.NamedSharding(mesh, kept), 3), summed.sharding
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, PACKED], ids=["emulated", "packed"])
+def test_sharded_is_unsharded(program):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]

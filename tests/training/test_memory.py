@@ -95,17 +95,17 @@ def test_activations_grow_with_what_is_kept(tiny, recipe, remat):
             "remat": remat,
             "on_cpu": False,
         }
-        model = changes.pop("model", tiny)
+        model = dataclasses.replace(tiny, num_layers=changes.pop("num_layers", 8))
         return memory.activation_bytes(model, recipe, **{**settings, **changes})
 
     assert size(tokens=2048) > 1.5 * size()
     assert size(activation_size=4) > size()
-    deeper = size(model=dataclasses.replace(tiny, num_layers=4))
-    assert deeper > size()
+    assert size(num_layers=16) > size()
     order = ["full", "save_quantized", "none"]
     sizes = [size(remat=each) for each in order]
     assert sizes == sorted(sizes) and sizes[1] < sizes[2]
     assert (sizes[0] < sizes[1]) == (recipe == "nvfp4")  # FP32 has nothing quantised to keep
+    assert (size(packed=True) < size()) == (recipe == "nvfp4")
 
 
 @pytest.mark.slow

@@ -83,19 +83,36 @@ def test_a_step_costs_less_than_two_milliseconds_of_python():
     assert min(seconds) < 2e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama-tiny", "mixtral-tiny"])
-@pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
-@pytest.mark.parametrize("remat", ["none", "save_quantized", "full"])
-def test_the_estimate_is_near_xla_s_account(model, precision, remat):
-    keys = [f"model={model}", f"precision={precision}", f"remat={remat}", "batch_size=8"]
-    program = Program(load(keys))
+def needed(program):
+    """Bytes of a compiled step by XLA's account."""
     analysis = program.compile_train_step().memory_analysis()
-    estimate = program.estimate_memory()
-    ratio = (estimate.activations + estimate.gradients) / analysis.temp_size_in_bytes
-    assert 0.5 < ratio < 2, ratio
-    state = estimate.parameters + estimate.optimizer
-    assert state == pytest.approx(analysis.argument_size_in_bytes, rel=0.02)
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "remat"),
+    [("nvfp4", "none"), ("nvfp4", "save_quantized"), ("nvfp4", "full"), ("fp32", "none")],
+)
+def test_the_memory_of_a_llama_is_predicted_within_10_percent(precision, remat):
+    """Not bf16: XLA computes that in float32 on a CPU."""
+    keys = ["model=llama-tiny", f"precision={precision}", f"remat={remat}", "mesh=single"]
+    program = Program(load(keys))
+    assert program.estimate_memory().total == pytest.approx(needed(program), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_estimate_of_a_mixture_is_near_xla_s_account(precision, remat):
+    keys = ["model=mixtral-tiny", f"precision={precision}", f"remat={remat}", "batch_size=8"]
+    program = Program(load(keys))
+    assert 0.5 < program.estimate_memory().total / needed(program) < 2
 
 
 @pytest.mark.parametrize(
