@@ -8,9 +8,10 @@ by `constrain`. Without a mesh the names mean nothing, and nothing is moved.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 # Outermost first: neighbours along the last one talk most.
@@ -66,12 +67,7 @@ def partition_spec(
     logical_axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> PartitionSpec:
     """How an array lies on a mesh with axes of these sizes; see `dividing_axes`."""
-    return PartitionSpec(
-        *(
-            dividing_axes(axis, size, sizes) or None
-            for axis, size in zip(logical_axes, shape, strict=True)
-        )
-    )
+    return _spec(_axes(logical_axes, shape, sizes))
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
@@ -99,3 +95,47 @@ def gather_stored(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     gather = jax.custom_vjp(whole)
     gather.defvjp(lambda x: (whole(x), None), lambda _, g: (constrain(g, *logical_axes),))
     return gather(x)
+
+
+def add_parts(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """The sum over the first two axes of `x`, which the mesh splits as batch and sequence.
+
+    logical_axes: of the others, a parameter's. The sum lies where the parameter does: what devices
+    hold is scattered along the axes that it is stored by, and added up along the rest.
+    """
+    sizes = mesh_axis_sizes()
+    if not sizes:
+        return jnp.sum(x, (0, 1))
+    whole = tuple(None if axis in STORAGE_AXES else axis for axis in logical_axes)
+    before = _axes(("batch", "sequence", *whole), x.shape, sizes)
+    summed, kept = before[0] + before[1], list(before[2:])
+    scattered = [
+        (dimension, name)
+        for dimension, names in enumerate(_axes(logical_axes, x.shape[2:], sizes))
+        for name in names
+        if name in summed
+    ]
+    added = tuple(name for name in summed if name not in {n for _, n in scattered})
+
+    def local(x: jax.Array) -> jax.Array:
+        total = jnp.sum(x, (0, 1))
+        for dimension, name in scattered:
+            total = jax.lax.psum_scatter(total, name, scatter_dimension=dimension, tiled=True)
+        return jax.lax.psum(total, added) if added else total
+
+    for dimension, name in scattered:
+        kept[dimension] += (name,)
+    mapped = jax.shard_map(local, in_specs=_spec(before), out_specs=_spec(kept), check_vma=False)
+    return mapped(x)
+
+
+def _axes(
+    logical_axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        dividing_axes(axis, size, sizes) for axis, size in zip(logical_axes, shape, strict=True)
+    )
+
+
+def _spec(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(names or None for names in axes))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from ..numerics.partitioning import (
     STORAGE_AXES,
+    add_parts,
     constrain,
     dividing_axes,
     gather_stored,
@@ -153,7 +154,7 @@ def _weighted_forward(apply, axes, chunks, chosen, hidden, targets, weights):
     summed, (losses, for_hidden) = jax.lax.scan(step, zeros, parts)
     losses = join(losses)
     for_head = [
-        constrain(jnp.sum(g, (0, 1)), *names).astype(leaf.dtype)
+        add_parts(g, *names).astype(leaf.dtype)
         for g, leaf, names in zip(summed, chosen, axes, strict=True)
     ]
     return (losses, jnp.sum(weights * losses)), (for_head, join(for_hidden), losses)

@@ -165,6 +165,19 @@ class TestDtypes:
         call = functools.partial(linear, recipe=get_recipe("fp32"), precision="highest")
         assert "HIGHEST" in str(jax.make_jaxpr(call)(x, w))
 
+    def test_float32_products_ask_for_float32(self):
+        """A GPU's own default is TF32."""
+
+        def precisions(**options):
+            call = functools.partial(linear, recipe=RECIPES["fp32"], **options)
+            jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(call(x, w)), (0, 1)))
+            equations = jaxpr(jnp.ones((4, 16)), jnp.ones((16, 32))).eqns
+            return [e.params["precision"] for e in equations if e.primitive.name == "dot_general"]
+
+        highest = (jax.lax.Precision.HIGHEST,) * 2
+        assert precisions() == [highest] * len(precisions()) and len(precisions()) >= 2
+        assert highest not in precisions(precision=jax.lax.Precision.DEFAULT)
+
 
 class TestTransforms:
     def test_jit_is_eager_bit_for_bit(self):

@@ -65,7 +65,7 @@ import functools
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 from fp4zoo.numerics import get_recipe, linear
-from fp4zoo.numerics.partitioning import AXIS_NAMES, partition_spec
+from fp4zoo.numerics.partitioning import AXIS_NAMES, add_parts, partition_spec
 
 random = np.random.default_rng(0)
 
@@ -89,6 +89,13 @@ for axes, features in ((("embed", None, "mlp"), (2, 128)), (("mlp", "embed"), (6
         for name, a, b in zip(("y", "dx", "dw"), several, one):
             error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max()
             assert error < 1e-6, (axes, sizes, name, error)
+        parts = random.normal(size=(4, 2, *w.shape)).astype(np.float32)
+        with jax.set_mesh(mesh):
+            total = jax.jit(add_parts, static_argnums=range(1, 1 + w.ndim))(
+                parts, *axes
+            )
+        np.testing.assert_allclose(total, parts.sum((0, 1)), atol=1e-5)
+        assert total.sharding.spec == partition_spec(axes, w.shape, sizes), total.sharding
         y, dx, dw = several
         assert dw.sharding.spec == partition_spec(axes, w.shape, sizes), dw.sharding
         # What was added up over tensor is left in the parts that lie between the blocks.

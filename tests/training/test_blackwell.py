@@ -110,6 +110,31 @@ def test_fsdp_moves_packed_weights_on_b200():
     assert sum(c.num_bytes for c in scattered) >= LAYERS * 3 / 4 * block * 4 / 4
 
 
+@pytest.mark.slow
+def test_gradients_go_where_their_parameters_are_on_a_mesh_of_three_axes():
+    """data x fsdp x tensor: weight gradients are scattered over fsdp before data adds them up, and
+    the activations that tensor adds up are scattered over the sequence."""
+    mesh = (*LLAMA, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "batch_size=8")
+    check_products("b200", mesh, num_devices=8)
+    program, text = compiled("b200", 8, *mesh)
+    config = program.config.model
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    blocks = LAYERS * config.embed_dim * (config.resolved_head_dim * heads + 3 * config.mlp_dim)
+    table = config.vocab_size * config.embed_dim
+    received: collections.Counter[tuple[str, str]] = collections.Counter()
+    # Devices of a group are neighbours along tensor, then fsdp, then data.
+    axes = {(2, 2): "tensor", (2, 3): "fsdp", (2, 5): "data"}
+    for entry in count(text, 8).work.collectives:
+        received[entry.kind, axes.get((entry.group, entry.span), "several")] += int(entry.num_bytes)
+    assert received["reduce-scatter", "fsdp"] >= blocks / 2 * 4 / 2
+    assert blocks / 4 * 4 <= received["all-reduce", "data"] <= (blocks + 2 * table) / 4 * 4
+    # A device's tokens: 2 rows of 128. Two sums a layer in either pass, half of each received.
+    residual = 2 * 128 * config.embed_dim * 4
+    assert received["reduce-scatter", "tensor"] == 2 * 2 * LAYERS * residual / 2
+    assert received["all-reduce", "tensor"] <= residual + 4096  # the head's gradient of its input
+    assert received["all-reduce", "several"] <= 2 * 4 * table
+
+
 def gathered_bytes(text: str, num_devices: int) -> collections.Counter[str]:
     """Bytes that all-gathers bring one device in a step from the others, by dtype."""
     received: collections.Counter[str] = collections.Counter()
