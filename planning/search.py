@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 from rich.console import Console
@@ -148,6 +148,7 @@ def _model(config: PlanConfig, target: Target) -> tuple[Parameters, bool]:
 
     capability = ".".join(map(str, target.compute_capability))
     with compiling_for(DeviceKind("gpu", target.device_kind, capability)):
+        model: Any
         model, _, parameters = abstract_model(create)
     return parameters, packs_residuals(model.backends)
 

@@ -219,12 +219,11 @@ class Placement(NamedTuple):
     def _place(self, operand: Packed, *axes: MeshAxes) -> Packed:
         if not self.on_mesh:
             return operand
-        return Packed(
-            *(
-                None if part is None else jax.lax.with_sharding_constraint(part, spec)
-                for part, spec in zip(operand, _specs(self.groups, *axes), strict=True)
-            )
-        )
+        specs = _specs(self.groups, *axes)
+        move = jax.lax.with_sharding_constraint
+        codes = move(operand.codes, specs.codes)
+        scales = None if operand.scales is None else move(operand.scales, specs.scales)
+        return Packed(codes, scales, operand.scale)
 
 
 def _split(axis: str | None, size: int, multiple: int, sizes: Mapping[str, int]) -> MeshAxes:
