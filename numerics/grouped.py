@@ -10,7 +10,6 @@ from .backends import GROUPED_BACKENDS
 from .backends.operands import GEMM_NAME, LogicalAxes, Shard, Signature, Tiles, saved_as
 from .formats import BLOCK
 from .linear import Call, backward_words, check_backend, check_operands, rounding_words
-from .platform import row_major
 from .recipe import Recipe
 
 
@@ -84,7 +83,6 @@ def _grouped_forward(call, x, kernel, tiles, words):
 
 def _grouped_backward(call, saved, g):
     residuals, tiles, words, signature = saved
-    residuals = jax.tree.map(row_major, residuals)
     gemms = GROUPED_BACKENDS[call.backend]
     key = backward_words(call, words, g, tiles.shard.whole_hash)
     dx, dw = gemms.backward(call.recipe, residuals, g, tiles, key, signature, call.kernel_axes)

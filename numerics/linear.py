@@ -22,7 +22,6 @@ from .backends import BACKENDS, DENSE_BACKENDS
 from .backends.emulated import gather_tokens
 from .backends.operands import GEMM_NAME, LogicalAxes, Signature, saved_as
 from .formats import BLOCK
-from .platform import row_major
 from .random_bits import content_hash, fold, key_words
 from .recipe import Recipe
 
@@ -127,7 +126,6 @@ def _linear_forward(call, x, kernel, words):
 
 def _linear_backward(call, saved, g):
     residuals, words, signature = saved
-    residuals = jax.tree.map(row_major, residuals)
     gemms = DENSE_BACKENDS[call.backend]
     key = backward_words(call, words, g)
     dx, dw = gemms.backward(call.recipe, residuals, g, key, signature, call.kernel_axes)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..formats import BLOCK, Format
 from ..partitioning import STORAGE_AXES, constrain
-from ..platform import matmul_operand, on_cpu
+from ..platform import matmul_operand, on_cpu, row_major
 from ..quantize import expand_blocks, global_scale, tensor_amax
 from ..random_bits import Place, fold
 from ..recipe import Operand, Recipe
@@ -166,7 +166,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """(dx, dw) like x and the kernel. g: [..., *N]; dw accumulates in float32."""
     g = gather_tokens(g, kernel_axes and kernel_axes[1:])
-    wgrad_x, dgrad_w = residuals
+    wgrad_x, dgrad_w = jax.tree.map(row_major, residuals)
     out_axes = tuple(range(1 - dgrad_w.values.ndim, 0))  # N in g and in the kernel
     leading = g.shape[: g.ndim - len(out_axes)]
     out_shape = g.shape[g.ndim - len(out_axes) :]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ..platform import row_major
 from ..random_bits import fold
 from ..recipe import Recipe
 from .emulated import GemmOperand, Residuals, prepare, product, rescale
@@ -106,7 +107,7 @@ def backward(
     dw accumulates in float32; that of an unused expert is 0.
     """
     del kernel_axes
-    wgrad_x, dgrad_w = residuals
+    wgrad_x, dgrad_w = jax.tree.map(row_major, residuals)
     amax = row_amax(tiles, dgrad_w.values.shape[0])
     place = tiles.place(g.shape[-1], tiles.shard.out_features)
     out_axes = tuple(range(2 - dgrad_w.values.ndim, 0))  # N in g and in a kernel

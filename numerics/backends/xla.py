@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ..formats import BLOCK, Format
-from ..platform import matmul_operand, on_cpu
+from ..platform import matmul_operand, on_cpu, row_major
 from ..quantize import expand_blocks, global_scale
 from ..random_bits import Place, fold
 from ..recipe import Operand, Recipe
@@ -186,7 +186,7 @@ def backward_groups(
     rows_at: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(dx [E, *tokens, K], dw [E, K, *N]), float32, of g [E, *tokens, *N]."""
-    wgrad_x, dgrad_w = residuals
+    wgrad_x, dgrad_w = jax.tree.map(row_major, residuals)
     num_features = len(features)
     tokens = g.shape[1 : g.ndim - num_features]
     dgrad_g = pack(
