@@ -165,6 +165,7 @@ def estimate(
             loss_chunks=chunks,
             tensor=sizes["tensor"],
             expert=sizes["expert"],
+            fsdp=sizes["fsdp"],
         ),
     )
 

@@ -75,14 +75,15 @@ def activation_bytes(
     loss_chunks: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    fsdp: int = 1,
 ) -> int:
     """Bytes that the forward pass leaves for the backward pass, and the largest temporaries.
 
     tokens: of one microbatch on one device. activation_size: bytes of one activation. tensor,
-    expert: sizes of these axes of the mesh; the first divides all but the inputs of width D, which
-    every device of it has whole, the second the experts' matrices. Per block and token, with D the
-    width, Q and K the query and key/value widths, F the feed-forward's, times the experts that a
-    token uses:
+    expert, fsdp: sizes of these axes of the mesh; the first divides all but the inputs of width D,
+    which every device of it has whole, the second the experts' matrices, the third packed weights
+    as they are kept. Per block and token, with D the width, Q and K the query and key/value widths,
+    F the feed-forward's, times the experts that a token uses:
 
         saved by any policy    D                          the block's input
         linears' inputs        D + Q + D + F              as wgrad wants them
@@ -114,6 +115,7 @@ def activation_bytes(
     saved = width * activation_size / tensor
     inputs = (width * (1 + experts) + (query + hidden) / tensor) * rounded_size
     rounded_weights = 0 if recipe.is_float32 else weights * rounded_size / tensor
+    kept_weights = rounded_weights / fsdp if packed else rounded_weights
     outputs = query + 2 * key + width * (1 + experts) + 2 * hidden
     others = 4 * width + 2 * (query + 2 * key) + 2 * hidden
     outputs, others = (size * activation_size / tensor for size in (outputs, others))
@@ -126,10 +128,10 @@ def activation_bytes(
     whole = saved + inputs + outputs + others
     between = (width + query + 2 * key) * activation_size / tensor
     per_token, per_block = {
-        "none": (saved + inputs + outputs + between, rounded_weights),
+        "none": (saved + inputs + outputs + between, kept_weights),
         "save_quantized": (
             saved + (inputs if fp4 else 0) + (0 if fp32 else outputs),
-            rounded_weights if fp4 else 0,
+            kept_weights if fp4 else 0,
         ),
         "full": (saved, 0),
     }[remat]

@@ -125,6 +125,7 @@ class Program:
                 packed=models.packs_residuals(self.backends),
                 tensor=self.mesh.shape["tensor"],
                 expert=self.mesh.shape["expert"],
+                fsdp=self.mesh.shape["fsdp"],
             ),
         )
 
