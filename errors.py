@@ -11,11 +11,31 @@ import difflib
 import operator
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with characters that would act on a terminal as Python writes them."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 class UserError(ValueError):
-    """A mistake in a configuration, a file or an environment: one line, with the remedy."""
+    """A mistake in a configuration, a file or an environment: one line, with the remedy.
+
+    Names of files may hold anything: what is not printable in the message is escaped. `lines` are
+    for what is no sentence, such as a table, and go below it.
+    """
+
+    def __init__(self, message: str, *, lines: Sequence[str] = ()):
+        super().__init__(printable(str(message)))
+        self.lines = tuple(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.args, *self.lines])
 
 
 class SaidElsewhere(UserError):

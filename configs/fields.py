@@ -173,6 +173,7 @@ def mutable_twin(schema: type) -> type:
             )
         else:
             default = dataclasses.field()
+        optional = optional and annotation is not Any
         fields.append((field.name, annotation | None if optional else annotation, default))
     return dataclasses.make_dataclass(schema.__name__, fields, kw_only=True)
 
@@ -182,7 +183,7 @@ def _twin_annotation(annotation: Any) -> Any:
         return mutable_twin(annotation)  # pyright: ignore
     if typing.get_origin(annotation) in (list, tuple):
         if dataclasses.is_dataclass(typing.get_args(annotation)[0]):
-            return list[Any]  # the class that has the list makes its items, with better messages
+            return Any  # the class that has the list checks and makes it, with better messages
     return str if _is_literal(annotation) else annotation
 
 

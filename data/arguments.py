@@ -9,13 +9,6 @@ import yaml
 from ..errors import UserError, did_you_mean
 from .config import DataConfig
 
-_WORDS = {
-    float: "a number",
-    bool: "true or false",
-    int: "a whole number",
-    int | None: "a whole number or null",
-}
-
 
 def config_from_arguments(arguments: Sequence[str]) -> DataConfig:
     """The configuration of `data.key=value` arguments, each value in YAML.
@@ -41,15 +34,6 @@ def _value(key: str, text: str, kind: Any) -> Any:
     if kind in (str, str | None):
         return None if text == "null" and kind is not str else text
     try:
-        value = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{key}={text}: expected a value as YAML writes it") from error
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if key == "data.sources":
-        if not isinstance(value, list):
-            raise UserError(f"{key}={text}: expected a list: [{{path: FILE, weight: 1}}, ...]")
-        return tuple(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{key}={text}: expected {_WORDS[kind]}")
-    return value

@@ -19,11 +19,23 @@ from typing import Any
 from ..errors import UserError
 
 _ABANDONED_SECONDS = 24 * 3600.0
+_REMEDY = "set FP4ZOO_CACHE or data.cache_dir to a directory with room"
 
 
 def cache_directory(cache_dir: str | None = None) -> Path:
-    """The configured directory, else $FP4ZOO_CACHE, else ~/.cache/fp4zoo (not created here)."""
-    return Path(cache_dir or os.environ.get("FP4ZOO_CACHE") or "~/.cache/fp4zoo").expanduser()
+    """The configured directory, else $FP4ZOO_CACHE, else ~/.cache/fp4zoo (not created here).
+
+    Raises:
+      UserError: there is no such home directory.
+    """
+    directory = cache_dir or os.environ.get("FP4ZOO_CACHE") or "~/.cache/fp4zoo"
+    try:
+        return Path(directory).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"the data cache {directory} is in a home directory that is not there: set "
+            "FP4ZOO_CACHE or data.cache_dir to a directory"
+        ) from error
 
 
 def hash_of(**parts: Any) -> str:
@@ -33,20 +45,21 @@ def hash_of(**parts: Any) -> str:
 
 
 @contextlib.contextmanager
-def publish(entry: Path) -> Iterator[Path]:
+def publish(entry: Path, *, remedy: str = _REMEDY) -> Iterator[Path]:
     """Yields an empty directory that becomes `entry` when the block ends without an error.
 
     If another process published `entry` meanwhile, that one stays: equal keys mean equal content.
 
     Raises:
-      UserError: the directory cannot be written (read-only, full, no permission).
+      UserError: the directory cannot be written (read-only, full, no permission); `remedy` says
+        what to do then.
     """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(entry.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.partial-", dir=entry.parent))
     except OSError as error:
-        raise _not_writable(entry.parent, error) from error
+        raise not_writable(entry.parent, error, remedy) from error
     try:
         yield temporary
         try:
@@ -56,7 +69,7 @@ def publish(entry: Path) -> Iterator[Path]:
                 raise
     except OSError as error:
         if error.filename is None or str(error.filename).startswith(str(entry.parent)):
-            raise _not_writable(entry.parent, error) from error
+            raise not_writable(entry.parent, error, remedy) from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -75,8 +88,6 @@ def _remove_abandoned(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _not_writable(directory: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write the data cache in {directory} ({error.strerror or error}): "
-        "set FP4ZOO_CACHE or data.cache_dir to a directory with room"
-    )
+def not_writable(directory: Path, error: OSError, remedy: str = _REMEDY) -> UserError:
+    """The error for a directory that is read-only, full or not permitted."""
+    return UserError(f"cannot write {directory} ({error.strerror or error}): {remedy}")

@@ -13,6 +13,9 @@ from .tokenizer import Tokenizer
 # Special tokens spelled in a message stay text. They are written in characters of this range while
 # the template runs, so that they differ from the template's own.
 _PRIVATE_RANGE = range(0xF0000, 0xFFFFE)
+# What one writing of a chat may take, so that a template that never ends does not hang the run.
+_MOST_CHARACTERS = 64 << 20
+_MOST_NUMBERS = 1 << 20  # of its ranges; real templates count messages
 
 
 class TemplateFailure(Exception):
@@ -33,6 +36,7 @@ class ChatTemplate:
         import jinja2.sandbox
 
         self.source = source
+        self._numbers_left = 0
         self._special = tokenizer.special_tokens
         names = sorted(self._special, key=len, reverse=True)
         self._border = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -44,6 +48,7 @@ class ChatTemplate:
         # No strftime_now: tokens must not depend on the day. Templates fall back on a fixed date.
         environment.globals |= {
             "raise_exception": _raise,
+            "range": self._range,
             "bos_token": by_id.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
             "eos_token": by_id.get(tokenizer.eos_id, ""),
         }
@@ -84,11 +89,24 @@ class ChatTemplate:
         return segments + self._cut(whole[position:], spelled, False)
 
     def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        self._numbers_left, written, size = _MOST_NUMBERS, [], 0
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt)
+            for part in self._template.generate(messages=messages, add_generation_prompt=prompt):
+                written.append(part)
+                size += len(part)
+                if size > _MOST_CHARACTERS:
+                    raise ValueError(f"it writes more than {_MOST_CHARACTERS:,} characters")
+            return "".join(written)
         except Exception as error:  # a template is a program: it may raise anything
             reason = " ".join(str(error).split())
             raise TemplateFailure(reason or type(error).__name__) from error
+
+    def _range(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        if len(numbers) > self._numbers_left:
+            raise OverflowError(f"its loops count more than {_MOST_NUMBERS:,} numbers")
+        self._numbers_left -= len(numbers)
+        return numbers
 
     def _protected(
         self, messages: list[dict[str, str]]

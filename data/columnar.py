@@ -83,7 +83,11 @@ def _document(
     record: dict[str, Any], name: str, record_format: str, field: str
 ) -> Document | BadRecord:
     for key, value in record.items():
-        if isinstance(value, bytes):  # a column of bytes, or of text that is not UTF-8
+        if isinstance(value, UnicodeDecodeError):
+            return BadRecord("not UTF-8", name, f"byte {value.start} of {key!r} is not UTF-8")
+        if isinstance(value, Exception):
+            return BadRecord("unreadable", name, f"{key!r} cannot be read ({value})")
+        if isinstance(value, bytes):
             if len(value) > LARGEST_VALUE:
                 return BadRecord(
                     "too long", name, f"{key!r} is longer than {LARGEST_VALUE >> 20} MiB"
@@ -98,19 +102,32 @@ def _document(
 
 
 def _values(column: Any) -> list[Any]:
-    """The column's values; text that is not UTF-8 as bytes."""
+    """The column's values; an error where Python cannot hold one."""
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:
-        return column.cast("large_binary").to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8, a day after the year 9999
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        return error
 
 
 def _check_columns(file: Path, names: list[str], keys: tuple[str, ...]) -> None:
     for key in keys:
         if key not in names:
             raise UserError(
-                f"{file} has no column {key!r} (it has {', '.join(map(repr, names[:12]))}): "
-                "set data.field, or data.format, to what it has"
+                f"{file} has no column {key!r} (it has "
+                f"{', '.join(map(repr, names[:12])) or 'none'}): "
+                "set data.field (in data.sources: field), or data.format, to what it has"
+            )
+        if names.count(key) > 1:
+            raise UserError(
+                f"{file} has {names.count(key)} columns {key!r}: rename all but one, or set "
+                "data.field to another"
             )
 
 
@@ -215,6 +232,11 @@ def _read_array_record(
         if begin >= last:
             return
         is_json = record_format != "text" or bytes(reader.read([0])[0])[:1] == b"{"
+        if not is_json and field != "text":
+            raise UserError(
+                f"data.field={field}, but {file} holds plain text (its first record is no JSON "
+                "object): leave it out, or give it to the source that it is for"
+            )
         for first in range(begin, last, _RECORDS):
             records = reader.read(first, min(first + _RECORDS, last))
             for row, content in enumerate(records, first + 1):

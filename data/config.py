@@ -1,10 +1,11 @@
 """What the data pipeline can be told, as frozen dataclasses (the `data` configuration group)."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..errors import UserError, check_choice, did_you_mean
 
@@ -17,6 +18,14 @@ DOCUMENT_ENDS = ("eos", "none")
 _MOST_WORKERS = 256
 _LARGEST_SHARE = 1_000_000
 _LONGEST_NAME = 255  # bytes, on every file system in use
+_WORDS = {
+    str: "text",
+    str | None: "text or null",
+    float: "a number",
+    bool: "true or false",
+    int: "a whole number",
+    int | None: "a whole number or null",
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class SourceConfig:
     """One source of a mixture. Every source has a weight, or every one a number of epochs.
 
     Attributes:
-      path: as `data.path`.
+      path: as `data.path`, but always given.
       weight: share of the training rows relative to the other sources' weights.
       epochs: times that the source is read while the whole mixture is read once; fractions work.
       field: the key of the text, if it is not `data.field`.
@@ -48,11 +57,13 @@ class DataConfig:
         a folder that `python -m fp4zoo.data.prepare` wrote. None: the embedded default corpus, the
         source text of this Python's standard library.
       sources: a mixture instead of `path`: [{path, weight or epochs, field, format}, ...]. Weights
-        are shares of rows; epochs are how often a source is read per pass over the mixture.
+        are shares of rows; epochs are how often a source is read per pass over the mixture. None:
+        `path` alone.
       format: what a record is. "text": a document. "prompt_completion": an object with `prompt` and
         `completion`, trained on the completion. "chat": an object with a list of `messages`, each
         with `role` and `content`, trained on what the assistant says.
       field: the key or column that holds the text, or the messages of a chat if not "messages".
+        Files of plain text have none.
       chat_template: a Jinja file that writes chats out. None: the tokenizer's own template.
       tokenizer: a SentencePiece `.model`, a Hugging Face `tokenizer.json`, a directory that holds
         one of them, or "bytes". None: a SentencePiece model is trained on the corpus and cached; a
@@ -78,7 +89,7 @@ class DataConfig:
     """
 
     path: str | None = None
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] | None = None
     format: str = "text"
     field: str = "text"
     chat_template: str | None = None
@@ -96,8 +107,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Raises UserError, one line that names the key, for a value that cannot work."""
-        sources = tuple(_source(number, value) for number, value in enumerate(self.sources))
-        object.__setattr__(self, "sources", sources)
+        _check_types(self)
+        if self.sources is not None:
+            sources = tuple(_source(number, value) for number, value in enumerate(self.sources))
+            object.__setattr__(self, "sources", sources)
+            _check_shares(sources)
         check_choice("data.format", self.format, FORMATS)
         check_choice("data.packing", self.packing, PACKINGS)
         check_choice("data.on_bad_record", self.on_bad_record, BAD_RECORD_POLICIES)
@@ -113,39 +127,73 @@ class DataConfig:
                 f"data.num_workers={self.num_workers} must be 0 to {_MOST_WORKERS}: threads beyond "
                 "the CPUs gain nothing"
             )
-        for key in ("path", "tokenizer", "chat_template"):
-            _check_path(f"data.{key}", getattr(self, key))
+        for key in ("path", "tokenizer", "chat_template", "cache_dir"):
+            check_path(f"data.{key}", getattr(self, key))
         if self.tokenizer_vocab_size is not None and self.tokenizer_vocab_size < 1:
             raise UserError(
                 f"data.tokenizer_vocab_size={self.tokenizer_vocab_size} must be positive, or null "
                 "for the model's vocabulary"
             )
-        if self.tokenizer_vocab_size is not None and self.tokenizer is not None:
-            raise UserError(
-                f"data.tokenizer_vocab_size={self.tokenizer_vocab_size} is for a tokenizer that is "
-                f"trained, but data.tokenizer={self.tokenizer} is given: remove one of them"
-            )
-        if self.sources and self.path is not None:
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Raises UserError for keys of which one would be ignored beside another."""
+        if self.sources is not None and self.path is not None:
             raise UserError(
                 f"data.path={self.path} and data.sources are both given: list the path in "
                 "data.sources, or remove one of them"
             )
-        _check_shares(sources)
+        for key in ("tokenizer_vocab_size", "tokenizer_type"):
+            if self.tokenizer is not None and getattr(self, key) != getattr(DataConfig, key):
+                raise UserError(
+                    f"data.{key}={getattr(self, key)} is for a tokenizer that is trained, but "
+                    f"data.tokenizer={self.tokenizer} is given: remove one of them"
+                )
+        formats = {source.format or self.format for source in self.sources or ()} or {self.format}
+        if self.chat_template is not None and "chat" not in formats:
+            raise UserError(
+                f"data.chat_template={self.chat_template} is for chats: set data.format=chat, or "
+                "leave it out"
+            )
+        if self.sources is None:
+            check_field("data", self.field, self.format)
 
     def single(self) -> list["DataConfig"]:
         """A configuration of `path` alone for each source; of `path` without `sources`."""
-        return [
-            DataConfig(
-                **vars(self)
-                | {
-                    "sources": (),
-                    "path": source.path,
-                    "field": source.field or self.field,
-                    "format": source.format or self.format,
-                }
-            )
-            for source in self.sources or (SourceConfig(path=self.path),)
-        ]
+        if self.sources is None:
+            return [self]
+        alone = []
+        for source in self.sources:
+            record_format = source.format or self.format
+            values = {"path": source.path, "sources": None, "format": record_format}
+            if record_format != "chat":
+                values["chat_template"] = None
+            values["field"] = source.field or self.field
+            if record_format == "prompt_completion":
+                values["field"] = DataConfig.field
+            alone.append(dataclasses.replace(self, **values))
+        return alone
+
+
+def _check_types(config: DataConfig) -> None:
+    """Raises UserError for a value of another type than the key's; whole numbers become floats."""
+    for key, kind in get_type_hints(DataConfig).items():
+        value = getattr(config, key)
+        if key == "sources":
+            is_list = isinstance(value, (list, tuple))
+            if value is not None and not (is_list and value):
+                shown = list(value) if is_list else value
+                raise UserError(
+                    f"data.sources={shown}: expected a list, [{{path: FILE, weight: 1}}, ...], or "
+                    "null for data.path alone"
+                )
+        elif not isinstance(value, int | float if kind is float else kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"data.{key}={shown}: expected {_WORDS[kind]}")
+        elif kind is float:
+            object.__setattr__(config, key, float(value))
 
 
 def _source(number: int, value: SourceConfig | Mapping[str, Any]) -> SourceConfig:
@@ -161,24 +209,42 @@ def _source(number: int, value: SourceConfig | Mapping[str, Any]) -> SourceConfi
     for key in ("path", "field", "format"):
         if not isinstance(getattr(value, key), str | None):
             raise UserError(f"{where}.{key}={getattr(value, key)}: expected text")
-    _check_path(f"{where}.path", value.path)
+    if value.path is None:
+        raise UserError(f"{where} has no path: give it one, such as {{path: FILE, weight: 1}}")
+    check_path(f"{where}.path", value.path)
     if value.format is not None:
         check_choice(f"{where}.format", value.format, FORMATS)
+    if value.field is not None:
+        check_field(where, value.field, value.format)
     return value
 
 
-def _check_path(key: str, path: str | None) -> None:
+def check_field(where: str, field: str, record_format: str | None) -> None:
+    """Raises UserError for a key that no record can have, or that these records do not use."""
+    if not field:
+        raise UserError(f"{where}.field is empty: name the key that holds the text")
+    if record_format == "prompt_completion" and field != DataConfig.field:
+        raise UserError(
+            f"{where}.field={field} is not used by prompt_completion records, whose keys are "
+            "prompt and completion: leave it out"
+        )
+
+
+def check_path(key: str, path: str | None) -> None:
     """Raises UserError for a path that no file can have."""
     if path is None:
         return
     if not path.strip() or "\0" in path:
         raise UserError(f"{key}={path!r} is empty: name a file, or null for the default")
-    if path.startswith("~"):
-        try:
-            Path(path).expanduser()
-        except RuntimeError as error:
-            raise UserError(f"{key}={path}: there is no such user's home directory") from error
-    if any(len(part.encode(errors="surrogateescape")) > _LONGEST_NAME for part in Path(path).parts):
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{key}={path}: there is no such user's home directory") from error
+    try:
+        longest = max((len(os.fsencode(part)) for part in expanded.parts), default=0)
+    except UnicodeEncodeError as error:
+        raise UserError(f"{key}={path} is no name that a file can have: correct it") from error
+    if longest > _LONGEST_NAME:
         raise UserError(f"{key}={path[:40]}... has a name of more than {_LONGEST_NAME} bytes")
 
 
@@ -186,7 +252,7 @@ def _check_shares(sources: tuple[SourceConfig, ...]) -> None:
     """Every source has a positive weight, or every one a positive number of epochs."""
     by_epochs = [source.epochs is not None for source in sources]
     for number, source in enumerate(sources):
-        where = f"data.sources[{number}] ({source.path or 'the standard library'})"
+        where = f"data.sources[{number}] ({source.path})"
         if source.weight is None and source.epochs is None:
             raise UserError(f"{where} has neither weight nor epochs: give it one of them")
         if source.weight is not None and source.epochs is not None:

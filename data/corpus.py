@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import UserError
 from .cache import cache_directory, discard, hash_of, publish
+from .chat import load_chat_template
 from .config import DataConfig
 from .documents import ReadReport, Source, split_threshold
 from .encoding import DocumentEncoder, start_id
@@ -29,6 +30,7 @@ from .manifest import (
     load_hashes,
     make_manifest,
     read_manifest,
+    why_unusable,
     write_manifest,
 )
 from .progress import byte_progress, note
@@ -39,7 +41,14 @@ from .tokenizer import Tokenizer, load_tokenizer_file
 
 _WHOLE_FILES = 1 << 62  # bytes in a unit
 # What a prepared folder has settled: a configuration may leave it at its default or say the same.
-_SETTLED = ("format", "document_end", "validation_fraction")
+_SETTLED = (
+    "format",
+    "field",
+    "document_end",
+    "validation_fraction",
+    "tokenizer_type",
+    "tokenizer_vocab_size",
+)
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,8 @@ def _load_prepared(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Co
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(
-            f"{folder} is a damaged prepared folder: remove it and prepare it again, or restore it"
+            f"the prepared folder {folder} {why_unusable(folder)}: remove it and prepare it again, "
+            "or restore it"
         )
     if tokenizer.fingerprint != manifest["tokenizer_fingerprint"]:
         raise UserError(
@@ -224,6 +234,13 @@ def _load_prepared(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Co
             raise UserError(
                 f"{folder} was prepared with {key}={settled} but this run has data.{key}={value}: "
                 "leave it out, or prepare it again"
+            )
+    if config.chat_template is not None:
+        template = load_chat_template(config.chat_template, tokenizer).source
+        if template != manifest["settings"]["template"]:
+            raise UserError(
+                f"{folder} was prepared with another chat template than data.chat_template="
+                f"{config.chat_template}: leave it out, or prepare it again"
             )
     keeps_first = manifest["settings"]["keeps_first"]
     if config.document_start != "auto" and keeps_first != (config.document_start == "none"):
@@ -250,6 +267,7 @@ def _open(
             np.dtype(manifest["dtype"]),
             start_id=start_id(config, tokenizer),
             pad_id=tokenizer.pad_id,
+            vocab_size=tokenizer.vocab_size,
         )
 
     train, validation = stream("train"), stream("validation")

@@ -51,6 +51,15 @@ class Document:
         return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
 
 
+def lone_surrogate(text: str) -> bool:
+    """Whether `text` holds half a surrogate pair, so that it has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 @dataclass(frozen=True)
 class BadRecord:
     """A place in a file that is no document: the reason in a few words, and where and what."""

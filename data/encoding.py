@@ -8,7 +8,7 @@ import numpy as np
 from ..errors import UserError
 from .chat import ChatTemplate, TemplateFailure, load_chat_template
 from .config import DataConfig
-from .documents import BadRecord, Document
+from .documents import BadRecord, Document, lone_surrogate
 from .tokenizer import Tokenizer
 
 Segment = tuple[str | int, bool]  # a text or a special token, and whether it is trained on
@@ -121,7 +121,7 @@ class DocumentEncoder:
             segments = self._template.segments(record["messages"])
         except TemplateFailure as failure:
             return BadRecord("template", document.name, f"the chat template says: {failure}")
-        if any(isinstance(part, str) and not _is_utf8(part) for part, _ in segments):
+        if any(isinstance(part, str) and lone_surrogate(part) for part, _ in segments):
             detail = "the chat template writes half a surrogate pair"
             return BadRecord("template", document.name, detail)
         if not any(trained for _, trained in segments):
@@ -147,11 +147,3 @@ class DocumentEncoder:
         if mask is not None and not mask.any():
             return BadRecord("no answer", document.name, "it has no token to train on")
         return Encoded(ids, mask, first)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

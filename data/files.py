@@ -22,6 +22,7 @@ _ROW_SUFFIXES = (
     *columnar.ARROW_SUFFIXES,
     *columnar.ARRAY_RECORD_SUFFIXES,
 )
+_PREPARED_SUFFIX = ".tokens"  # of what prepare.py writes, which is no text
 # What `datasets` writes beside its Arrow files.
 _DATASET_STATE = "state.json"
 _DATASET_SPLITS = "dataset_dict.json"
@@ -54,6 +55,17 @@ class FileSource:
         self._skip = on_bad_record == "skip"
         self._cache_dir = cache_dir
         self._files = _list_files(path)
+        for file in self._files:
+            if file.suffix == _PREPARED_SUFFIX:
+                raise UserError(
+                    f"{file} belongs to a prepared folder: name that folder, whole, as data.path, "
+                    "or in data.sources beside others"
+                )
+        if field != "text" and not any(map(_has_keys, self._files)):
+            raise UserError(
+                f"data.field={field}, but {path} is plain text, which has no keys: leave it out, "
+                "or give it to the source that it is for"
+            )
         try:
             self._status = [file.stat() for file in self._files]
         except OSError as error:
@@ -179,6 +191,11 @@ class FileSource:
                 (directory / index.name).write_text(json.dumps(content) + "\n")
             known = borders
         return known
+
+
+def _has_keys(file: Path) -> bool:
+    """Whether the file's documents are records with keys or columns."""
+    return file.suffix.lower() in _ROW_SUFFIXES or text_files.is_jsonl(file)
 
 
 def _read_borders(index: Path) -> list[tuple[int, int]] | None:

@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 
 from ..errors import UserError
+from .documents import lone_surrogate
 from .tokenizer import HUGGING_FACE_FILE, PROBE, Tokenizer, content_fingerprint
 from .tokenizer_settings import TokenizerSettings
 
@@ -18,6 +19,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
 _KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 _KNOWN_PAD = ("<pad>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+_MOST_TOKENS = 1 << 24  # beyond any vocabulary; tables of an entry per id are made
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -50,7 +52,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._settings = settings
         self.name = name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= _MOST_TOKENS:
+            raise UserError(
+                f"{name} has ids up to {self.vocab_size - 1:,} (0 to {_MOST_TOKENS - 1:,} can be "
+                "used): it is damaged, name another data.tokenizer"
+            )
         self.bos_id = self._special("bos_token", _KNOWN_BOS)
         eos_id = self._special("eos_token", _KNOWN_EOS)
         if eos_id is None:
@@ -69,7 +76,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.chat_template = settings.chat_template()
         self._lengths = self._count_bytes(vocabulary, specification)
         self._fallback = self._find_fallback(vocabulary, specification)
-        self.fingerprint = content_fingerprint(content)
+        # The files beside it choose these, so the content alone does not tell what is encoded.
+        chosen = f" {self.bos_id} {self.eos_id} {self.pad_id}"
+        self.fingerprint = content_fingerprint(content + chosen.encode())
         self.lossless = self.keeps(PROBE)
 
     def encode(self, text: str) -> list[int]:
@@ -104,10 +113,22 @@ class HuggingFaceTokenizer(Tokenizer):
         return path
 
     def _special(self, key: str, known: Sequence[str]) -> int | None:
-        """The id of a special token that the settings name, else of the first known name."""
+        """The id of a special token that the settings name, else of the first known name.
+
+        Raises:
+          UserError: the settings name one that the file does not have.
+        """
         if self._settings.names(key):
             token = self._settings.token(key)
-            return None if token is None else self._tokenizer.token_to_id(token)
+            if token is None:
+                return None
+            token_id = None if lone_surrogate(token) else self._tokenizer.token_to_id(token)
+            if token_id is None and key != "pad_token":  # which is only added for fine-tuning
+                raise UserError(
+                    f"{self.name} has no token {token!r}, which the settings beside it name as "
+                    f"{key}: correct {key} in them, or set it to null"
+                )
+            return token_id
         ids = (self._tokenizer.token_to_id(token) for token in known)
         return next((token_id for token_id in ids if token_id is not None), None)
 

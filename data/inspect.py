@@ -6,6 +6,7 @@ the share of unknown and byte-fallback tokens. Exit status 2 for a mistake, in o
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import UserError
+from ..errors import UserError, discard_output, printable
 from .arguments import config_from_arguments
 from .config import DataConfig
 from .corpus import Corpus
@@ -30,6 +31,7 @@ _BAR = 40
 _CHUNK = 1 << 22
 _DEFAULT_VOCABULARY = 32_768
 _NO_LIMIT = 1 << 40
+_LEAST_WIDTH = 80  # columns; a narrower terminal wraps the lines
 
 
 def decoded_rows(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
@@ -46,15 +48,21 @@ def decoded_rows(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
             # Runs of targets that are trained on, and of those that are not.
             for run in np.split(places, np.flatnonzero(np.diff(mask[places])) + 1):
                 trained = mask[run[0]] > 0
-                row.append(
-                    tokenizer.decode(targets[run].tolist()),
-                    style=colour if trained else f"dim {colour}",
-                )
+                text = _visible(tokenizer.decode(targets[run].tolist()))
+                row.append(text, style=colour if trained else f"dim {colour}")
         padding = int((segments == 0).sum())
         if padding:
             row.append(f"{_BORDER} {padding} x padding", style="bold reverse white")
         rows.append(row)
     return rows
+
+
+def _visible(text: str) -> str:
+    """`text` as it is but for characters that would act on the terminal."""
+    return "".join(
+        character if character in "\n\t\N{NO-BREAK SPACE}" else printable(character)
+        for character in text
+    )
 
 
 def length_histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
@@ -97,7 +105,7 @@ def show(
     for part, share in zip(parts, iterator.shares, strict=True):
         train, dropped = part.manifest["train"], part.manifest["read"]["dropped"]
         table.add_row(
-            escape(part.description),
+            escape(printable(part.description)),
             f"{train['documents']:,}",
             f"{train['tokens']:,}",
             f"{share:.2%}",
@@ -109,12 +117,12 @@ def show(
     for part, packing in zip(parts, iterator.packings, strict=True):
         train = part.manifest["train"]
         line = (
-            f"{part.description}: {config.packing}: {packing.report()}; "
+            f"{printable(part.description)}: {config.packing}: {packing.report()}; "
             f"{train['trained_tokens'] / max(1, train['tokens']):.1%} of the tokens trained on"
         )
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} tokens; "
+        f"tokenizer: {printable(tokenizer.name)}, {tokenizer.vocab_size:,} tokens; "
         f"unknown or byte-fallback tokens: {fallback_share(corpus, tokenizer):.4%}; training "
         "documents also held out but for whitespace: "
         f"{corpus.manifest['duplicates']['across_splits']:,}",
@@ -136,26 +144,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, help="of the model (default: any, or 32768)")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     arguments = parser.parse_args(argv)
-    forced = {"auto": None, "always": True, "never": False}[arguments.colour]
-    console = Console(force_terminal=forced, no_color=forced is False)
     try:
-        config = config_from_arguments(arguments.settings)
-        for option in ("rows", "sequence_length"):
-            if getattr(arguments, option) < 1:
-                raise UserError(f"--{option.replace('_', '-')}: give 1 or more")
-        limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
-        tokenizer = load_tokenizer(config, arguments.vocab_size or limit)
-        iterator = make_train_iterator(
-            config,
-            tokenizer,
-            batch_size=arguments.rows,
-            sequence_length=arguments.sequence_length,
-            seed=arguments.seed,
-        )
+        return _inspect(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head`
+        discard_output()
+        return 0
+    except OSError as error:  # such as a full disk behind stdout
+        discard_output()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    config = config_from_arguments(arguments.settings)
+    for option in ("rows", "sequence_length", "vocab_size"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UserError(f"--{option.replace('_', '-')}={value}: give 1 or more")
+    limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
+    tokenizer = load_tokenizer(config, arguments.vocab_size or limit)
+    iterator = make_train_iterator(
+        config,
+        tokenizer,
+        batch_size=arguments.rows,
+        sequence_length=arguments.sequence_length,
+        seed=arguments.seed,
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without this character: escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
+    forced = {"auto": None, "always": True, "never": False}[arguments.colour]
+    console = Console(force_terminal=forced, no_color=forced is False)
+    console.width = max(console.width, _LEAST_WIDTH)
     show(console, iterator, tokenizer, config)
+    sys.stdout.flush()
     return 0
 
 

@@ -11,7 +11,7 @@ from .cache import hash_of
 from .documents import ReadReport
 from .streams import SPLITS, is_whole
 
-FORMAT = 3  # raise it when files of the same key would differ
+FORMAT = 4  # raise it when files of the same key would differ
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 _COUNTS = ("documents", "tokens", "trained_tokens", "bytes")
@@ -73,18 +73,42 @@ def count_duplicates(hashes: dict[str, np.ndarray]) -> dict[str, int]:
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes it whole or not at all."""
-    partial = directory / f"{MANIFEST_FILE}.partial"
-    partial.write_text(json.dumps(manifest, indent=2) + "\n")
-    partial.replace(directory / MANIFEST_FILE)
+    write_checked(directory / MANIFEST_FILE, manifest)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest if the folder is whole: present, readable, and its files as they were."""
-    try:
-        manifest = json.loads((directory / MANIFEST_FILE).read_text())
-        np.dtype(manifest["dtype"])
-        ReadReport.from_dict(manifest["read"])
-        whole = manifest["digest"] and manifest["format"] == FORMAT
-        return manifest if whole and is_whole(directory, manifest["shards"]) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    """The manifest if the folder is whole: present, as it was written, and its files too."""
+    manifest = read_checked(directory / MANIFEST_FILE)
+    if manifest.get("format") != FORMAT or not is_whole(directory, manifest["shards"]):
         return None
+    return manifest
+
+
+def why_unusable(directory: Path) -> str:
+    """What is wrong with a folder that `read_manifest` does not read, in a few words."""
+    written = _object(directory / MANIFEST_FILE).get("format")
+    if isinstance(written, int) and written != FORMAT:
+        return f"was written by another version (format {written}, this one has {FORMAT})"
+    return "is damaged or was changed"
+
+
+def write_checked(file: Path, values: dict[str, Any]) -> None:
+    """Writes JSON and a hash of it, whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({**values, "check": hash_of(**values)}, indent=2) + "\n")
+    partial.replace(file)
+
+
+def read_checked(file: Path) -> dict[str, Any]:
+    """What `write_checked` wrote; empty when it is missing, damaged or changed by hand."""
+    values = _object(file)
+    check = values.pop("check", None)
+    return values if check == hash_of(**values) else {}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -107,6 +107,8 @@ class Packing(abc.ABC):
             segment_ids[padding] = 0
             positions[padding] = 0
             loss_mask[padding] = 0.0
+        self.stream.check(targets)
+        self.stream.check(inputs)
         return {
             "tokens": inputs,
             "targets": targets,

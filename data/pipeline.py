@@ -276,5 +276,5 @@ def _mixture(config: DataConfig, packings: list[Packing], seed: int) -> Mixture:
     if config.sources and config.sources[0].epochs is not None:
         epochs = [source.epochs or 0.0 for source in config.sources]
         return Mixture(num_rows, epochs=epochs, seed=used_seed)
-    weights = [source.weight or 0.0 for source in config.sources] or [1.0]
+    weights = [source.weight or 0.0 for source in config.sources or ()] or [1.0]
     return Mixture(num_rows, weights=weights, seed=used_seed)

@@ -12,23 +12,19 @@ folder is complete, 2 for a mistake (one line on standard error), 130 when inter
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import json
-import multiprocessing
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .arguments import config_from_arguments
-from .cache import discard, hash_of, publish
+from .cache import hash_of, not_writable
 from .config import DataConfig
 from .corpus import about_corpus, available_cpus, describe_result, prepared_tokenizer
 from .default_tokenizer import load_tokenizer
@@ -39,30 +35,18 @@ from .manifest import (
     MANIFEST_FILE,
     TOKENIZER_FOLDER,
     make_manifest,
+    read_checked,
     read_manifest,
+    write_checked,
     write_manifest,
 )
-from .progress import byte_progress, note
-from .shards import write_shard
+from .progress import note
+from .shard_jobs import REMEDY, SHARD_FILE, ShardJob, is_done, write_shards
 from .sources import PLAN_FILE, open_source, prepared_folder
-from .streams import is_whole
 
-_SHARD_FILE = "shard.json"
 _LOCK_FILE = ".lock"
 _DEFAULT_VOCABULARY = 32_768
 _NO_LIMIT = 1 << 40
-
-
-@dataclass(frozen=True)
-class _Job:
-    """All that a process needs to write one shard."""
-
-    folder: Path
-    name: str
-    units: list[Unit]
-    config: DataConfig
-    threshold: int
-    fingerprint: str
 
 
 def prepare(
@@ -95,6 +79,8 @@ def prepare(
             "data.sources for train.py"
         )
     source = open_source(config)
+    if config.path is not None and folder.resolve().is_relative_to(Path(config.path).resolve()):
+        raise UserError(f"{folder} is inside data.path={config.path}: name a folder elsewhere")
     key = hash_of(
         format=FORMAT,
         source=source.fingerprint(),
@@ -103,7 +89,10 @@ def prepare(
         shard_megabytes=shard_megabytes,
     )
     with _alone_in(folder):
-        return _prepare(config, folder, source, key, vocab_size, shard_megabytes, num_processes)
+        try:
+            return _prepare(config, folder, source, key, vocab_size, shard_megabytes, num_processes)
+        except OSError as error:
+            raise not_writable(folder, error, REMEDY) from error
 
 
 def _prepare(
@@ -118,24 +107,28 @@ def _prepare(
     began = time.perf_counter()
     plan = _plan(config, folder, key, vocab_size, shard_megabytes)
     tokenizer = prepared_tokenizer(folder)
+    encoder = DocumentEncoder(config, tokenizer)
+    if encoder.settings() != plan["settings"]:
+        raise UserError(
+            f"{folder} was begun with another chat template: restore it, or name another folder"
+        )
     threshold = plan["threshold"]
     shards: dict[str, list[Unit]] = {
         name: [Unit(**unit) for unit in units] for name, units in plan["shards"].items()
     }
     jobs = [
-        _Job(folder, name, units, config, threshold, source.fingerprint())
+        ShardJob(folder, name, units, config, threshold, source.fingerprint(), key)
         for name, units in shards.items()
-        if not _is_done(folder / name)
+        if not is_done(folder / name, key)
     ]
     done = len(shards) - len(jobs)
     if done:
         note(f"data: {done} of {len(shards)} shards of {folder} are there already")
     if read_manifest(folder) is None or jobs:
-        _write_shards(jobs, f"Tokenising {source.description}", num_processes or available_cpus())
+        write_shards(jobs, f"Tokenising {source.description}", num_processes or available_cpus())
         written = [
-            {"directory": name, **_read_json(folder / name / _SHARD_FILE)} for name in shards
+            {"directory": name, **read_checked(folder / name / SHARD_FILE)} for name in shards
         ]
-        encoder = DocumentEncoder(config, tokenizer)
         about = about_corpus(config, source, tokenizer, encoder, threshold)
         manifest = make_manifest(folder, written, **about)
         write_manifest(folder, manifest)
@@ -154,10 +147,10 @@ def _plan(
     """The plan in the folder if it is the same preparation's, else a new one with the tokenizer."""
     file = folder / PLAN_FILE
     if file.is_file():
-        plan = _read_json(file)
-        if plan.get("key") == key and {"threshold", "shards"} <= plan.keys():
+        plan = read_checked(file)
+        if plan.get("key") == key:
             return plan
-        if any(folder.glob(f"*/{_SHARD_FILE}")):
+        if any(folder.glob(f"*/{SHARD_FILE}")):
             raise UserError(
                 f"{folder} holds another preparation (other files or settings): remove it, or name "
                 "another folder"
@@ -168,7 +161,7 @@ def _plan(
         raise UserError(f"{folder} is not an empty folder: name another")
     limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
     tokenizer = load_tokenizer(config, vocab_size or limit)
-    DocumentEncoder(config, tokenizer)  # complains before anything is written
+    encoder = DocumentEncoder(config, tokenizer)  # complains before anything is written
     source = open_source(config)
     groups: list[list[Unit]] = []
     shard_bytes, size = shard_megabytes << 20, 0
@@ -181,21 +174,16 @@ def _plan(
             size = unit.num_bytes
     plan = {
         "key": key,
+        "settings": encoder.settings(),
         "threshold": split_threshold(source, config.validation_fraction),
         "shards": {
             f"{number:05d}": [dataclasses.asdict(unit) for unit in units]
             for number, units in enumerate(groups)
         },
     }
-    try:
-        (folder / TOKENIZER_FOLDER).mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder / TOKENIZER_FOLDER)
-        partial.write_text(json.dumps(plan) + "\n")
-        partial.replace(file)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror or error}): name a folder with room"
-        ) from error
+    (folder / TOKENIZER_FOLDER).mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder / TOKENIZER_FOLDER)
+    write_checked(file, plan)
     return plan
 
 
@@ -212,9 +200,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK_FILE).open("w")
     except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror or error}): name a folder with room"
-        ) from error
+        raise not_writable(folder, error, REMEDY) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,70 +215,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # it holds something
                 if is_new:
                     folder.rmdir()
-
-
-def _is_done(shard: Path) -> bool:
-    """Whether a shard is there as it was written; a damaged one is removed."""
-    told = _read_json(shard / _SHARD_FILE)
-    if told and is_whole(shard, [{"directory": ".", **told}]):
-        return True
-    discard(shard)
-    return False
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of ours; empty when it is missing or damaged."""
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _write_shards(jobs: list[_Job], description: str, num_processes: int) -> None:
-    total = sum(unit.num_bytes for job in jobs for unit in job.units)
-    with byte_progress(description, total) as advance:
-        if num_processes == 1 or len(jobs) < 2:
-            for job in jobs:
-                advance(_write_shard(job, available_cpus() if num_processes > 1 else 1))
-            return
-        # Spawned, not forked: the parent has threads.
-        context = multiprocessing.get_context("spawn")
-        number = min(num_processes, len(jobs))
-        with concurrent.futures.ProcessPoolExecutor(number, mp_context=context) as pool:
-            waiting = [pool.submit(_write_shard, job, 1) for job in jobs]
-            try:
-                for finished in concurrent.futures.as_completed(waiting):
-                    advance(finished.result())
-            except concurrent.futures.process.BrokenProcessPool as error:
-                raise UserError(
-                    "a process that tokenises was killed (out of memory?): give the command again "
-                    "to go on, with fewer --processes"
-                ) from error
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-
-def _write_shard(job: _Job, num_threads: int) -> int:
-    """Writes one shard and returns the bytes of its units."""
-    source = open_source(job.config)
-    if source.fingerprint() != job.fingerprint:
-        raise UserError(f"{source.description} changed while it was read: start again elsewhere")
-    tokenizer = prepared_tokenizer(job.folder)
-    with publish(job.folder / job.name) as directory:
-        shard = write_shard(
-            directory,
-            source,
-            job.units,
-            DocumentEncoder(job.config, tokenizer),
-            vocab_size=tokenizer.vocab_size,
-            threshold=job.threshold,
-            skip_bad=job.config.on_bad_record == "skip",
-            num_threads=num_threads,
-            advance=lambda _: None,
-        )
-        (directory / _SHARD_FILE).write_text(json.dumps(shard) + "\n")
-    return sum(unit.num_bytes for unit in job.units)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,13 +14,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ..errors import printable
+
 
 def note(message: str) -> None:
     """Prints one unadorned line on standard error, of the first of several processes only."""
     if _process_index() > 0:
         return
-    line = " ".join(message.split("\n"))  # names of files may hold anything
-    line = line.encode(errors="backslashreplace").decode()
+    line = printable(message)  # names of files may hold anything
     Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(line)
 
 

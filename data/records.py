@@ -66,5 +66,8 @@ def _no_field(record: Any, name: str, key: str, what: str) -> BadRecord:
     if isinstance(record, dict) and key in record:
         found = f"{type(record[key]).__name__} there"
     reason = "no text field" if what == "text" else f"no {what}"
-    detail = f"no {what} under {key!r} (it has {found}; data.field names the key)"
+    names_it = "data.field, or the source's field, names the key"
+    if key in ("prompt", "completion"):
+        names_it = "records need prompt and completion"
+    detail = f"no {what} under {key!r} (it has {found}; {names_it})"
     return BadRecord(reason, name, detail)

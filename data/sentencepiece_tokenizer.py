@@ -43,12 +43,13 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             if not content:
                 raise ValueError("an empty file")
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except Exception as error:  # the library raises RuntimeError or TypeError by version
+            processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self._pieces = list(map(processor.id_to_piece, range(processor.vocab_size())))
+        except Exception as error:  # RuntimeError or TypeError by version, or pieces not UTF-8
             raise UserError(
                 f"{name} is not a SentencePiece model ({error}): name another data.tokenizer"
             ) from error
-        processor = self._processor
+        self._processor = processor
         self._content = content
         self._settings = settings
         self.chat_template = settings.chat_template()
@@ -61,9 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = processor.pad_id() if processor.pad_id() >= 0 else self.eos_id
         self.fingerprint = content_fingerprint(content)
         self.special_tokens = {
-            processor.id_to_piece(token): token
-            for token in range(self.vocab_size)
-            if processor.is_control(token)
+            piece: token for token, piece in enumerate(self._pieces) if processor.is_control(token)
         }
         bytes_as_pieces = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         has_bytes = all(processor.is_byte(token) for token in bytes_as_pieces)
@@ -103,11 +102,11 @@ class SentencePieceTokenizer(Tokenizer):
         """int32 [vocab_size]; 0 for control and unknown tokens, 1 for byte tokens."""
         processor = self._processor
         lengths = np.zeros(self.vocab_size, np.int32)
-        for token in range(self.vocab_size):
+        for token, piece in enumerate(self._pieces):
             if processor.is_byte(token):
                 lengths[token] = 1
             elif not processor.is_control(token) and not processor.is_unknown(token):
-                lengths[token] = len(processor.id_to_piece(token).replace(_SPACE, " ").encode())
+                lengths[token] = len(piece.replace(_SPACE, " ").encode())
         return lengths
 
     def fallback_tokens(self) -> np.ndarray:

@@ -19,6 +19,12 @@ def open_source(config: DataConfig) -> Source:
       UserError: nothing there or not readable.
     """
     if config.path is None:
+        for key in ("format", "field"):
+            if getattr(config, key) != getattr(DataConfig, key):
+                raise UserError(
+                    f"data.{key}={getattr(config, key)} without data.path: the standard library "
+                    "is plain text; set data.path to your records"
+                )
         return StandardLibrarySource()
     return FileSource(
         config.path,

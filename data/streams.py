@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
+
 SPLITS = ("train", "validation")
 _END_BYTES = 4096
 
@@ -67,6 +69,8 @@ class TokenStream:
       start_id, pad_id: what a document begins with when it is packed, and what fills rows.
       mask: uint8 [N], 1 where the token is trained on; None: everywhere.
       first: int32 [D], what each document begins with instead of `start_id`; None: `start_id`.
+      vocab_size: ids are below it; None: not checked.
+      origin: where the tokens lie, for messages.
     """
 
     tokens: Any
@@ -75,6 +79,16 @@ class TokenStream:
     pad_id: int
     mask: Any = None
     first: np.ndarray | None = None
+    vocab_size: int | None = None
+    origin: str = "the stream"
+
+    def check(self, ids: np.ndarray) -> None:
+        """Raises UserError if one of `ids`, which are some of the tokens, is in no vocabulary."""
+        if self.vocab_size is not None and ids.size and int(ids.max()) >= self.vocab_size:
+            raise UserError(
+                f"{self.origin} holds the token {int(ids.max())}, but the tokenizer has "
+                f"{self.vocab_size}: the files are damaged, remove them and make them again"
+            )
 
 
 def open_stream(
@@ -85,6 +99,7 @@ def open_stream(
     *,
     start_id: int,
     pad_id: int,
+    vocab_size: int | None = None,
 ) -> TokenStream:
     """The stream of a split in the shards of a folder.
 
@@ -93,7 +108,10 @@ def open_stream(
       split: "train" or "validation".
       shards: of the manifest: each one's `directory`, and counts by split.
       dtype: of the tokens.
-      start_id, pad_id: as in `TokenStream`.
+      start_id, pad_id, vocab_size: as in `TokenStream`.
+
+    Raises:
+      UserError: documents begin where they cannot.
     """
     present = [shard for shard in shards if shard[split]["tokens"]]
     folders = [directory / shard["directory"] for shard in present]
@@ -102,6 +120,11 @@ def open_stream(
     starts, total = [np.zeros(1, np.int64)], 0
     for folder in folders:
         part = np.load(folder / f"{split}.starts.npy")
+        size = (folder / f"{split}.tokens").stat().st_size
+        if part[-1] * dtype.itemsize != size or (np.diff(part) <= 0).any():
+            raise UserError(
+                f"{folder}/{split}.starts.npy is damaged: remove {directory} and make it again"
+            )
         starts.append(part[1:] + total)
         total += int(part[-1])
     mask = first = None
@@ -110,7 +133,9 @@ def open_stream(
     if (folders[0] / f"{split}.first.npy").is_file():
         first = np.concatenate([np.load(folder / f"{split}.first.npy") for folder in folders])
     tokens = joined([_mapped(folder / f"{split}.tokens", dtype) for folder in folders])
-    return TokenStream(tokens, np.concatenate(starts), start_id, pad_id, mask, first)
+    return TokenStream(
+        tokens, np.concatenate(starts), start_id, pad_id, mask, first, vocab_size, str(directory)
+    )
 
 
 def fingerprints(directory: Path) -> dict[str, list[Any]]:
@@ -129,10 +154,13 @@ def fingerprints(directory: Path) -> dict[str, list[Any]]:
 
 def is_whole(directory: Path, shards: list[dict[str, Any]]) -> bool:
     """Whether the files of all shards are there as they were written."""
-    return all(
-        shard["files"].items() <= fingerprints(directory / shard["directory"]).items()
-        for shard in shards
-    )
+    try:
+        return all(
+            shard["files"].items() <= fingerprints(directory / shard["directory"]).items()
+            for shard in shards
+        )
+    except OSError:
+        return False
 
 
 def join_streams(streams: list[TokenStream]) -> TokenStream:
@@ -160,6 +188,8 @@ def join_streams(streams: list[TokenStream]) -> TokenStream:
         streams[0].pad_id,
         mask,
         first,
+        streams[0].vocab_size,
+        " or ".join(dict.fromkeys(stream.origin for stream in streams)),
     )
 
 

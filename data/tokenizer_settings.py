@@ -45,13 +45,18 @@ class TokenizerSettings:
     def chat_template(self) -> str | None:
         """The chat template of its own file, else of the settings (of several, "default")."""
         if _TEMPLATE_FILE in self.files:
-            return self.files[_TEMPLATE_FILE].decode(errors="replace")
+            try:
+                return self.files[_TEMPLATE_FILE].decode()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{_TEMPLATE_FILE} beside the tokenizer is no text ({error}): download it again"
+                ) from error
         for values in self._values():
             template = values.get("chat_template")
             if isinstance(template, list):
-                named = [entry for entry in template if isinstance(entry, dict)]
-                named = {entry.get("name"): entry.get("template") for entry in named}
-                template = named.get("default")
+                entries = [entry for entry in template if isinstance(entry, dict)]
+                default = [entry for entry in entries if entry.get("name") == "default"]
+                template = default[-1].get("template") if default else None
             if isinstance(template, str):
                 return template
         return None

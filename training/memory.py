@@ -217,8 +217,8 @@ def check_fits(estimate: MemoryEstimate, available: int, mesh: Mesh, remat: str)
         return
     raise UserError(
         f"this run needs {estimate.total / GIB:,.1f} GiB per device and {available / GIB:,.1f} GiB "
-        f"are available on each of {mesh.size} device(s)\n{estimate.table(available)}\n"
-        + _remedies(estimate, available, remat)
+        f"are available on each of {mesh.size} device(s)",
+        lines=[estimate.table(available), _remedies(estimate, available, remat)],
     )
 
 

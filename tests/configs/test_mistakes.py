@@ -1,5 +1,6 @@
 """Every mistake on the command line: one line that names the key, exit status 2, no traceback."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from fp4zoo.configs.cli import run
 from fp4zoo.configs.fields import Key, leaves
 from fp4zoo.configs.schema import TrainConfig
+from fp4zoo.errors import UserError
 
 LEAVES = leaves(TrainConfig)
 # Models in which the groups that may be null are set.
@@ -193,3 +195,9 @@ def test_the_program_itself_complains_in_one_line():
     assert result.stderr == (
         "error: unknown key 'optimizer.learning_rat': did you mean 'optimizer.learning_rate'?\n"
     )
+
+
+def test_a_message_is_one_line_and_acts_on_no_terminal():
+    error = UserError("no file a\nb\x1b[31m\ud800 é", lines=["a table", "of lines"])
+    assert str(error) == "no file a\\nb\\x1b[31m\\ud800 é\na table\nof lines"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -184,6 +184,14 @@ def test_where_templates_come_from(chat_tokenizer_file, tmp_path):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 2.0**99999 }}", "Numerical result out of range|Result too large"),
         ("", "leaves the answers out"),
+        (
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "its loops count more than 1,048,576 numbers",
+        ),
+        (
+            "{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}",
+            "writes more than 67,108,864 ch",
+        ),
         ("{{ raise_exception('a\nb') }}", "a b"),
     ],
 )
@@ -221,3 +229,13 @@ def test_a_cache_that_lost_its_mask_is_made_again(
     again = load_corpus(config, tokenizer)
     np.testing.assert_array_equal(again.train.mask, mask)
     assert 0 < mask.sum() < len(mask)
+
+
+def test_odd_templates_beside_a_tokenizer(chat_tokenizer_file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(chat_tokenizer_file.read_bytes())
+    settings = {"eos_token": "<|im_end|>", "chat_template": [3, {"name": ["x"], "template": 1}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer_file(tmp_path).chat_template is None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja beside the tokenizer is no text"):
+        load_tokenizer_file(tmp_path)

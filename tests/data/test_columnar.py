@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pyarrow
@@ -210,3 +211,72 @@ def test_a_damaged_list_of_splits_is_named(tmp_path, content):
     (tmp_path / "dataset_dict.json").write_text(content)
     with pytest.raises(UserError, match=r"dataset_dict\.json is not what `datasets` writes"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_two_columns_of_one_name_are_named(tmp_path, name):
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    write_table(tmp_path / name, twice)
+    with pytest.raises(UserError, match=r"has 2 columns 'text': rename all but one, or set data"):
+        read(tmp_path / name)
+
+
+def test_values_that_python_cannot_hold_are_bad_rows(tmp_path):
+    late = pyarrow.array([2**62], pyarrow.timestamp("s"))
+    write_table(tmp_path / "late.arrow", pyarrow.table({"text": late}))
+    offsets = pyarrow.array([0, 2], pyarrow.int32()).buffers()[1]
+    text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, offsets, pyarrow.py_buffer(b"a\xff")]
+    )
+    messages = pyarrow.StructArray.from_arrays([text, text], ["role", "content"])
+    chats = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1], messages)})
+    write_table(tmp_path / "chat.parquet", chats)
+    for name, options, reason in (
+        ("late.arrow", {}, "unreadable"),
+        ("chat.parquet", {"record_format": "chat"}, "not UTF-8"),
+    ):
+        _, report = read(tmp_path / name, on_bad_record="skip", **options)
+        assert report.dropped == {reason: 1}
+
+
+def write_table(path, content):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(content, path)
+        return
+    with pyarrow.OSFile(str(path), "wb") as sink:
+        with pyarrow.ipc.new_stream(sink, content.schema) as writer:
+            writer.write_table(content)
+
+
+def test_a_field_of_plain_array_records_is_a_mistake(tmp_path):
+    write_array_record(tmp_path / "x.array_record", ["plain"])
+    with pytest.raises(UserError, match=r"data\.field=body, but .* holds plain text"):
+        read(tmp_path / "x.array_record", field="body")
+
+
+def test_flipped_bytes_end_in_rows_or_one_line(tmp_path):
+    """In a process of its own, which the library may not crash."""
+    for name, write in WRITERS.items():
+        write(tmp_path / name, TEXTS[:300])
+    code = (
+        "import pathlib, random, sys\n"
+        "from fp4zoo.data.documents import ReadReport\n"
+        "from fp4zoo.data.files import FileSource\n"
+        "from fp4zoo.errors import UserError\n"
+        "generator = random.Random(0)\n"
+        "for path in map(pathlib.Path, sys.argv[1:]):\n"
+        "    content, refused = path.read_bytes(), 0\n"
+        "    for _ in range(200):\n"
+        "        damaged = bytearray(content)\n"
+        "        place = generator.randrange(len(content.rstrip(b'\\0')))\n"
+        "        damaged[place] ^= generator.randrange(1, 256)\n"
+        "        path.write_bytes(damaged)\n"
+        "        try:\n"
+        "            list(FileSource(str(path)).documents(ReadReport()))\n"
+        "        except UserError as error:\n"
+        "            refused += 1\n"
+        "            assert '\\n' not in str(error)\n"
+        "    assert refused > 10, path\n"
+    )
+    paths = [str(tmp_path / name) for name in WRITERS]
+    subprocess.run([sys.executable, "-c", code, *paths], check=True)

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
-from fp4zoo.data import text_files
+from fp4zoo.data import DataConfig, text_files
 from fp4zoo.data.documents import ReadReport
 from fp4zoo.data.files import FileSource
+from fp4zoo.data.sources import open_source
 from fp4zoo.errors import UserError
 
 
@@ -46,7 +47,10 @@ def test_jsonl_skips_and_counts_bad_lines(mixed):
     ("line", "message"),
     [
         (b"{not json", r":2: the line is not JSON"),
-        (b'{"body": "x"}', r":2: no text under 'text' \(it has 'body'; data\.field names the key"),
+        (
+            b'{"body": "x"}',
+            r":2: no text under 'text' \(it has 'body'; data\.field, or the so",
+        ),
         (b'{"text": "\xff"}', r":2: byte 10 of the line is not UTF-8"),
         (b'{"text": "\\ud800"}', r":2: 'text' holds half a surrogate pair"),
     ],
@@ -170,13 +174,36 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
 
 
 def test_fingerprint_follows_the_file(tmp_path):
-    path = tmp_path / "x.txt"
+    path = tmp_path / "x.jsonl"
     path.write_text("one")
     first = FileSource(str(path)).fingerprint()
     assert FileSource(str(path)).fingerprint() == first
     assert FileSource(str(path), field="body").fingerprint() != first
     os.utime(path, ns=(1, 1))
     assert FileSource(str(path)).fingerprint() != first
+
+
+def test_a_field_of_plain_text_is_a_mistake(tmp_path):
+    (tmp_path / "x.txt").write_text("one")
+    for path in (tmp_path, tmp_path / "x.txt"):
+        with pytest.raises(
+            UserError, match=r"data\.field=body, but .* is plain text, which has no"
+        ):
+            FileSource(str(path), field="body")
+    (tmp_path / "y.jsonl").write_text('{"body": "two"}')
+    documents, _ = read(tmp_path, field="body")
+    assert [document.text for document in documents] == ["one", "two"]
+    for key, value in (("field", "body"), ("format", "chat")):
+        with pytest.raises(UserError, match=rf"data\.{key}={value} without data\.path: the stand"):
+            open_source(DataConfig(**{key: value}))
+
+
+def test_names_cannot_act_on_the_terminal_or_break_the_line(tmp_path):
+    path = tmp_path / "a\n\x1b[31m.jsonl"
+    path.write_text("nonsense")
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert r"a\n\x1b[31m.jsonl:1: the line is not JSON" in str(caught.value)
 
 
 def test_devices_and_pipes_are_refused(tmp_path):

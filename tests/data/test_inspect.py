@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -84,7 +86,12 @@ def test_the_command(text_directory, cache_home, tmp_path, capfd):
 
 
 def test_mistakes_are_one_line(capfd):
-    for arguments in (["data.path=/nowhere"], ["data.pakcing=x"], ["--rows=0"]):
+    for arguments in (
+        ["data.path=/nowhere"],
+        ["data.pakcing=x"],
+        ["--rows=0"],
+        ["--vocab-size=-3"],
+    ):
         assert main(arguments) == 2
         err = capfd.readouterr().err
         assert err.startswith("error: ") and err.count("\n") == 1
@@ -97,3 +104,32 @@ def test_wide_text_does_not_break_it(byte_config):
     console = Console(file=io.StringIO(), width=20)
     console.print(decoded_rows(next(iterator), ByteTokenizer())[0])
     assert "¦1" in console.file.getvalue()
+
+
+def test_text_and_names_cannot_act_on_the_terminal(tmp_path, cache_home, capfd):
+    path = tmp_path / "a\x1b[31m.jsonl"
+    path.write_text(json.dumps({"text": "\x1b]0;title\x07 tab\t [bold]x[/bold] " * 9}))
+    arguments = [f"data.path={path}", "data.tokenizer=bytes", "data.validation_fraction=0"]
+    assert main([*arguments, "--rows=1", "--sequence-length=64"]) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err and r"\x1b]0;title\x07 tab" in out and "[bold]x[/bold]" in out
+
+
+def test_narrow_terminals_and_plain_encodings(byte_config, tmp_path, monkeypatch):
+    arguments = [f"data.path={byte_config.path}", "data.tokenizer=bytes", "--rows=1"]
+    for width in ("20", "0"):
+        monkeypatch.setenv("COLUMNS", width)
+        with open(tmp_path / "out", "w", encoding="ascii") as file:
+            monkeypatch.setattr("sys.stdout", file)
+            assert main([*arguments, "--sequence-length=64"]) == 0
+        written = (tmp_path / "out").read_text()
+        assert "documents" in written and "100.00%" in written and r"\xa61" in written
+
+
+def test_a_full_disk_behind_stdout_is_one_line(byte_config, cache_home):
+    command = [sys.executable, "-m", "fp4zoo.data.inspect", "--rows=1", "--sequence-length=64"]
+    command += [f"data.path={byte_config.path}", "data.tokenizer=bytes"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr

@@ -306,3 +306,53 @@ def test_bad_tokenizer_files_are_named(tmp_path, name, content, message):
 def test_directory_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"no tokenizer in .*tokenizer\.json or tokenizer\.model"):
         load_tokenizer_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "beside", "message"),
+    [
+        ({"zzz": 2**32 - 1}, {}, r"has ids up to 4,294,967,295 \(0 to 16,777,215 can be used\)"),
+        ({}, {"bos_token": "<nope>"}, r"no token '<nope>', which the settings beside it name as b"),
+        ({}, {"eos_token": "<nope>"}, r"name as eos_token: correct eos_token in them"),
+        ({}, {"bos_token": "\ud800"}, r"has no token '.ud800', which the settings"),
+    ],
+)
+def test_odd_hugging_face_files_are_named(byte_level_file, tmp_path, change, beside, message):
+    specification = json.loads(byte_level_file.read_text())
+    specification["model"]["vocab"] |= change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(specification))
+    if beside:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer_file(tmp_path)
+
+
+def test_a_vocabulary_without_tokens_is_refused(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"has ids up to -1"):
+        load_tokenizer_file(tmp_path)
+
+
+def test_other_special_tokens_are_another_tokenizer(byte_level_file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(byte_level_file.read_bytes())
+    names = [
+        token["content"]
+        for token in json.loads(byte_level_file.read_text())["added_tokens"]
+        if token["special"]
+    ]
+    found = set()
+    for bos, eos in ((names[0], names[1]), (names[1], names[0]), (None, names[0])):
+        beside = {"bos_token": bos, "eos_token": eos}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+        found.add(load_tokenizer_file(tmp_path).fingerprint)
+    assert len(found) == 3
+
+
+def test_sentencepiece_pieces_that_are_no_text_are_refused(model):
+    tokenizer = SentencePieceTokenizer(model, "x")
+    piece = max(map(tokenizer._processor.id_to_piece, range(300, tokenizer.vocab_size)), key=len)
+    content = piece.encode()
+    damaged = model.replace(content, b"\xff" * len(content), 1)
+    with pytest.raises(UserError, match=r"x is not a SentencePiece model \(.*utf-8"):
+        SentencePieceTokenizer(damaged, "x")
