@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 def _packed_batches(config: DataConfig, tokenizer: Tokenizer, rounds: int, folder: Path) -> None:
     kinds = {packing: dataclasses.replace(config, packing=packing) for packing in
              ("concatenate", "best_fit")}  # fmt: skip
-    sources = ({"path": config.path, "weight": 3}, {"path": config.path, "weight": 1})
+    sources = ({"path": str(folder), "weight": 3}, {"path": str(folder), "weight": 1})
     kinds["mixture of two sources"] = DataConfig(sources=sources)  # pyright: ignore
     prepare(
         dataclasses.replace(config, tokenizer=_saved(tokenizer, folder.parent)),

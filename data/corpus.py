@@ -103,7 +103,7 @@ def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
             for split in SPLITS
         },
     }
-    shares = [[source.weight, source.epochs] for source in config.sources]
+    shares = [[source.weight, source.epochs] for source in config.sources or ()]
     return Corpus(
         f"a mixture of {', '.join(part.description for part in parts)}",
         hash_of(parts=[part.digest for part in parts], shares=shares),
