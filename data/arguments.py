@@ -23,6 +23,8 @@ def config_from_arguments(arguments: Sequence[str]) -> DataConfig:
         key, equals, text = argument.partition("=")
         if not equals:
             raise UserError(f"{argument}: write key=value, such as data.path=FILE")
+        if key == "data":
+            raise UserError(f"{argument}: this command takes no groups: write data.format={text}")
         if key not in names:
             raise UserError(f"unknown key {key!r}{did_you_mean(key, names)}")
         name = key.removeprefix("data.")
@@ -31,7 +33,7 @@ def config_from_arguments(arguments: Sequence[str]) -> DataConfig:
 
 
 def _value(key: str, text: str, kind: Any) -> Any:
-    if kind in (str, str | None):
+    if kind in (str, str | None) and text[:1] not in ("'", '"'):
         return None if text == "null" and kind is not str else text
     try:
         return yaml.safe_load(text)

@@ -42,7 +42,11 @@ def load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
     if tokenizer is None or config.tokenizer is not None:
         assert config.tokenizer is not None
         tokenizer = load_tokenizer_file(config.tokenizer)
-    check_vocabulary(tokenizer, vocab_size)
+    if tokenizer is prepared:
+        again = f"prepare the text into another folder with --vocab-size {vocab_size}"
+        check_vocabulary(tokenizer, vocab_size, again)
+    else:
+        check_vocabulary(tokenizer, vocab_size)
     if not tokenizer.lossless:
         note(
             f"data: the tokenizer {tokenizer.name} changes text (a prefix, normalisation or "

@@ -120,7 +120,8 @@ class DocumentEncoder:
         try:
             segments = self._template.segments(record["messages"])
         except TemplateFailure as failure:
-            return BadRecord("template", document.name, f"the chat template says: {failure}")
+            detail = f"the chat template (data.chat_template sets another) says: {failure}"
+            return BadRecord("template", document.name, detail)
         if any(isinstance(part, str) and lone_surrogate(part) for part, _ in segments):
             detail = "the chat template writes half a surrogate pair"
             return BadRecord("template", document.name, detail)

@@ -48,13 +48,26 @@ def decoded_rows(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
             # Runs of targets that are trained on, and of those that are not.
             for run in np.split(places, np.flatnonzero(np.diff(mask[places])) + 1):
                 trained = mask[run[0]] > 0
-                text = _visible(tokenizer.decode(targets[run].tolist()))
+                text = _visible(_spelled(tokenizer, targets[run].tolist()))
                 row.append(text, style=colour if trained else f"dim {colour}")
         padding = int((segments == 0).sum())
         if padding:
             row.append(f"{_BORDER} {padding} x padding", style="bold reverse white")
         rows.append(row)
     return rows
+
+
+def _spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of `ids`, special tokens by their names."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    text, run = "", []
+    for token in ids:
+        if token in names:
+            text += tokenizer.decode(run) + names[token]
+            run = []
+        else:
+            run.append(token)
+    return text + tokenizer.decode(run)
 
 
 def _visible(text: str) -> str:
@@ -87,13 +100,20 @@ def fallback_share(corpus: Corpus, tokenizer: Tokenizer) -> float:
 
 
 def show(
-    console: Console, iterator: TrainIterator, tokenizer: Tokenizer, config: DataConfig
+    console: Console,
+    iterator: TrainIterator,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    rows: int,
 ) -> None:
-    """Prints everything; takes one batch from `iterator`."""
+    """Prints everything, with the first `rows` of one batch of `iterator`."""
     corpus = iterator.corpus
-    for number, row in enumerate(decoded_rows(next(iterator), tokenizer)):
+    for number, row in enumerate(decoded_rows(next(iterator), tokenizer)[:rows]):
         console.rule(f"row {number}")
         console.print(row)
+    if rows:
+        console.print(f"({_BORDER}1, {_BORDER}2: documents of the row; dim: not trained on)")
     console.rule("documents by length in tokens")
     histogram = length_histogram(np.diff(corpus.train.starts))
     highest = max(count for _, _, count in histogram)
@@ -137,13 +157,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fp4zoo.data.inspect", description="Shows what a run would read."
     )
-    parser.add_argument("settings", nargs="*", help="data.path=... and other keys of train.py's")
-    parser.add_argument("--rows", type=int, default=4, help="packed rows to show (default 4)")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        help="data.path=... (default: the standard library) and other data.* keys",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=4, help="packed rows to show (default 4; 0: none)"
+    )
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
     parser.add_argument("--vocab-size", type=int, help="of the model (default: any, or 32768)")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         return _inspect(arguments)
     except UserError as error:
@@ -164,14 +190,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
     config = config_from_arguments(arguments.settings)
     for option in ("rows", "sequence_length", "vocab_size"):
         value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise UserError(f"--{option.replace('_', '-')}={value}: give 1 or more")
+        least = 0 if option == "rows" else 1
+        if value is not None and value < least:
+            raise UserError(f"--{option.replace('_', '-')}={value}: give {least} or more")
     limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
     tokenizer = load_tokenizer(config, arguments.vocab_size or limit)
     iterator = make_train_iterator(
         config,
         tokenizer,
-        batch_size=arguments.rows,
+        batch_size=max(1, arguments.rows),
         sequence_length=arguments.sequence_length,
         seed=arguments.seed,
     )
@@ -180,7 +207,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     forced = {"auto": None, "always": True, "never": False}[arguments.colour]
     console = Console(force_terminal=forced, no_color=forced is False)
     console.width = max(console.width, _LEAST_WIDTH)
-    show(console, iterator, tokenizer, config)
+    show(console, iterator, tokenizer, config, rows=arguments.rows)
     sys.stdout.flush()
     return 0
 

@@ -47,6 +47,7 @@ from .sources import PLAN_FILE, open_source, prepared_folder
 _LOCK_FILE = ".lock"
 _DEFAULT_VOCABULARY = 32_768
 _NO_LIMIT = 1 << 40
+_CHANGE_NOTHING = ("data.cache_dir", "data.num_workers")
 
 
 def prepare(
@@ -81,16 +82,18 @@ def prepare(
     source = open_source(config)
     if config.path is not None and folder.resolve().is_relative_to(Path(config.path).resolve()):
         raise UserError(f"{folder} is inside data.path={config.path}: name a folder elsewhere")
-    key = hash_of(
-        format=FORMAT,
-        source=source.fingerprint(),
-        config={**dataclasses.asdict(config), "cache_dir": None, "num_workers": 0},
-        vocab_size=vocab_size,
-        shard_megabytes=shard_megabytes,
-    )
+    settings = {
+        "version": FORMAT,
+        "files": source.fingerprint(),
+        **{f"data.{key}": value for key, value in dataclasses.asdict(config).items()},
+        "--vocab-size": vocab_size,
+        "--shard-megabytes": shard_megabytes,
+    }
+    for key in _CHANGE_NOTHING:
+        del settings[key]
     with _alone_in(folder):
         try:
-            return _prepare(config, folder, source, key, vocab_size, shard_megabytes, num_processes)
+            return _prepare(config, folder, source, settings, num_processes)
         except OSError as error:
             raise not_writable(folder, error, REMEDY) from error
 
@@ -99,16 +102,15 @@ def _prepare(
     config: DataConfig,
     folder: Path,
     source: Source,
-    key: str,
-    vocab_size: int | None,
-    shard_megabytes: int,
+    settings: dict[str, Any],
     num_processes: int | None,
 ) -> dict[str, Any]:
     began = time.perf_counter()
-    plan = _plan(config, folder, key, vocab_size, shard_megabytes)
+    key = hash_of(**settings)
+    plan = _plan(config, folder, settings)
     tokenizer = prepared_tokenizer(folder)
     encoder = DocumentEncoder(config, tokenizer)
-    if encoder.settings() != plan["settings"]:
+    if encoder.settings() != plan["encoder"]:
         raise UserError(
             f"{folder} was begun with another chat template: restore it, or name another folder"
         )
@@ -141,30 +143,31 @@ def _prepare(
     return manifest
 
 
-def _plan(
-    config: DataConfig, folder: Path, key: str, vocab_size: int | None, shard_megabytes: int
-) -> dict[str, Any]:
+def _plan(config: DataConfig, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The plan in the folder if it is the same preparation's, else a new one with the tokenizer."""
     file = folder / PLAN_FILE
     if file.is_file():
         plan = read_checked(file)
-        if plan.get("key") == key:
+        others = [key for key in settings if plan.get("settings", {}).get(key) != settings[key]]
+        if not others:
             return plan
+        if len(others) > 1 and "files" in others:  # whose fingerprint covers how they are read
+            others.remove("files")
         if any(folder.glob(f"*/{SHARD_FILE}")):
             raise UserError(
-                f"{folder} holds another preparation (other files or settings): remove it, or name "
-                "another folder"
+                f"{folder} holds another preparation (other {', '.join(others)}): remove it, or "
+                "name another folder"
             )
         file.unlink()  # nothing was done by it
     partial = file.with_suffix(".partial")
     if not {path.name for path in folder.iterdir()} <= {TOKENIZER_FOLDER, partial.name, _LOCK_FILE}:
         raise UserError(f"{folder} is not an empty folder: name another")
     limit = _DEFAULT_VOCABULARY if config.tokenizer is None else _NO_LIMIT
-    tokenizer = load_tokenizer(config, vocab_size or limit)
+    tokenizer = load_tokenizer(config, settings["--vocab-size"] or limit)
     encoder = DocumentEncoder(config, tokenizer)  # complains before anything is written
     source = open_source(config)
     groups: list[list[Unit]] = []
-    shard_bytes, size = shard_megabytes << 20, 0
+    shard_bytes, size = settings["--shard-megabytes"] << 20, 0
     for unit in source.units(shard_bytes):
         size += unit.num_bytes
         if groups and size <= shard_bytes:
@@ -173,8 +176,8 @@ def _plan(
             groups.append([unit])
             size = unit.num_bytes
     plan = {
-        "key": key,
-        "settings": encoder.settings(),
+        "settings": settings,
+        "encoder": encoder.settings(),
         "threshold": split_threshold(source, config.validation_fraction),
         "shards": {
             f"{number:05d}": [dataclasses.asdict(unit) for unit in units]
@@ -224,8 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Tokenises text once into a folder that train.py takes as data.path.",
     )
     parser.add_argument("folder", type=Path, help="where to; given again, the command goes on")
-    parser.add_argument("settings", nargs="*", help="data.path=... and other keys of train.py's")
-    parser.add_argument("--vocab-size", type=int, help="of a trained tokenizer (default 32768)")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        help="data.path=... (default: the standard library) and other data.* keys",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="the model's, for a trained tokenizer (default 32768)"
+    )
     parser.add_argument("--shard-megabytes", type=int, default=64, help="of text per shard")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
     arguments = parser.parse_intermixed_args(argv)
@@ -251,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: give the same command again to go on", file=sys.stderr)
         return 130
     print(
-        f"{arguments.folder}: {len(manifest['shards'])} shards, "
+        f"{arguments.folder}: shards: {len(manifest['shards'])}, "
         f"{manifest['train']['tokens']:,} training tokens, "
         f"{manifest['validation']['tokens']:,} held out, digest {manifest['digest']}; "
         f"{MANIFEST_FILE} tells the rest"

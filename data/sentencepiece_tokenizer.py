@@ -142,7 +142,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str =
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"a vocabulary of {vocab_size} is too small to train SentencePiece on (at least "
-            f"{SMALLEST_VOCABULARY}): set model.vocab_size or data.tokenizer=bytes"
+            f"{SMALLEST_VOCABULARY}): raise data.tokenizer_vocab_size or model.vocab_size, or set "
+            "data.tokenizer=bytes"
         )
     pieces = [piece for text in texts for piece in _training_pieces(text)]
     if not any(piece.strip("\0 \t\r\n") for piece in pieces):

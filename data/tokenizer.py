@@ -175,13 +175,14 @@ def load_tokenizer_file(path: str | Path) -> Tokenizer:
     return kind(content, str(file), settings)
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, remedy: str = "choose another data.tokenizer"
+) -> None:
     """Raises UserError when the tokenizer has ids that a model of `vocab_size` does not have."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens but the model only "
-            f"{vocab_size}: set model.vocab_size={tokenizer.vocab_size} or more, or choose another "
-            "data.tokenizer"
+            f"{vocab_size}: set model.vocab_size={tokenizer.vocab_size} or more, or {remedy}"
         )
 
 

@@ -109,7 +109,10 @@ def test_a_template_that_refuses_is_quoted(tmp_path, cache_home, template, messa
     config = dataclasses.replace(
         write_chats(tmp_path, [MESSAGES, MESSAGES]), chat_template=str(tmp_path / "t.jinja")
     )
-    with pytest.raises(UserError, match=rf"chats\.jsonl:1: the chat template says: .*{message}"):
+    with pytest.raises(
+        UserError,
+        match=rf"chats\.jsonl:1: the chat template \(data\.chat_template .*\) says: .*{message}",
+    ):
         load_corpus(config, ByteTokenizer())
 
 

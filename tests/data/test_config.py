@@ -84,6 +84,7 @@ def test_arguments_are_those_of_train():
             "data.tokenizer_vocab_size=600",
             "data.shuffle=false",
             "data.field=7",
+            "data.tokenizer_type='unigram'",
         ]
     )
     assert config == DataConfig(
@@ -92,6 +93,7 @@ def test_arguments_are_those_of_train():
         tokenizer_vocab_size=600,
         shuffle=False,
         field="7",
+        tokenizer_type="unigram",
     )
 
 
@@ -99,6 +101,7 @@ def test_arguments_are_those_of_train():
     ("argument", "message"),
     [
         ("data.paht=x", r"unknown key 'data\.paht': did you mean 'data\.path'\?"),
+        ("data=chat", r"data=chat: this command takes no groups: write data\.format=chat"),
         ("path", r"path: write key=value, such as data\.path=FILE"),
         ("data.shuffle=7", r"data\.shuffle=7: expected true or false"),
         ("data.num_workers=true", r"data\.num_workers=true: expected a whole number"),

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fp4zoo.data import ByteTokenizer, DataConfig, SourceConfig, load_corpus, make_train_iterator
+from fp4zoo.data import (
+    ByteTokenizer,
+    DataConfig,
+    SourceConfig,
+    load_corpus,
+    load_tokenizer_file,
+    make_train_iterator,
+)
 from fp4zoo.data.inspect import decoded_rows, fallback_share, length_histogram, main
 from fp4zoo.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 
@@ -81,15 +88,17 @@ def test_the_command(text_directory, cache_home, tmp_path, capfd):
     assert "unknown or byte-fallback tokens: 0.0000%" in plain
     assert re.search(r"best_fit: \d+ rows, \d+\.\d\d% filled; 0\.0% of 9 documents cut", plain)
     assert "packed" in err
-    assert main([*settings, "--colour=never"]) == 0
-    assert "\x1b[" not in capfd.readouterr().out
+    assert main(["--rows", "0", "data.shuffle=false", *settings, "--colour=never"]) == 0
+    out = capfd.readouterr().out
+    assert "\x1b[" not in out and "row 0" not in out and "75.00%" in out
 
 
 def test_mistakes_are_one_line(capfd):
     for arguments in (
         ["data.path=/nowhere"],
         ["data.pakcing=x"],
-        ["--rows=0"],
+        ["--rows=-1"],
+        ["data=chat"],
         ["--vocab-size=-3"],
     ):
         assert main(arguments) == 2
@@ -133,3 +142,13 @@ def test_a_full_disk_behind_stdout_is_one_line(byte_config, cache_home):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_special_tokens_are_shown(tmp_path, cache_home, chat_tokenizer_file):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(chat))
+    config = DataConfig(path=str(tmp_path / "x.jsonl"), format="chat", validation_fraction=0)
+    tokenizer = load_tokenizer_file(chat_tokenizer_file)
+    iterator = make_train_iterator(config, tokenizer, batch_size=1, sequence_length=24, seed=0)
+    row = decoded_rows(next(iterator), tokenizer)[0].plain
+    assert row.startswith("¦1 <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>")

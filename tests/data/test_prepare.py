@@ -169,6 +169,12 @@ def test_prepared_folders_in_a_mixture(jsonl, tmp_path, text_directory):
         load_tokenizer(config, 259)
 
 
+def test_a_vocabulary_too_large_for_the_model_names_the_option(jsonl, tmp_path):
+    prepare(jsonl, tmp_path / "x", num_processes=1)
+    with pytest.raises(UserError, match="or prepare the text into another folder with --vocab-siz"):
+        load_tokenizer(DataConfig(path=str(tmp_path / "x")), 128)
+
+
 @pytest.mark.parametrize("damage", ["shard", "manifest"])
 def test_a_damaged_folder_is_named(jsonl, tmp_path, damage):
     folder = tmp_path / "x"
@@ -191,7 +197,7 @@ def test_mistakes_are_one_line(jsonl, tmp_path, capfd):
         ([str(tmp_path / "x"), "data.paht=x"], "unknown key 'data.paht': did you mean"),
         ([str(tmp_path / "x"), path, "--processes=0"], "--processes=0: give 1 or more"),
         ([str(tmp_path / "full"), path, "data.tokenizer=bytes"], "is not an empty folder"),
-        ([str(done), path, "data.tokenizer=bytes"], "holds another preparation"),
+        ([str(done), path, "data.tokenizer=bytes"], "preparation (other data.on_bad_record)"),
         ([str(tmp_path / "x"), f"data.path={done}"], "is prepared already"),
         ([str(tmp_path / "x"), path, "data.tokenizer=bytes"], "x.jsonl:1001: the line is not JSON"),
         ([str(tmp_path / "y"), path, "data.format=chat", "data.tokenizer=bytes"], "chat template"),

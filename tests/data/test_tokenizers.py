@@ -187,7 +187,7 @@ def test_thousands_of_characters_leave_room_for_pieces():
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        (["text"], 511, r"511 is too small.*at least 512\): set model\.vocab_size"),
+        (["text"], 511, r"511 is too small.*at least 512\): raise data\.tok"),
         ([], 4096, r"no text to train"),
         ([" \n"], 4096, r"no text to train"),
     ],
