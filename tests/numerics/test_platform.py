@@ -53,3 +53,17 @@ def test_a_program_for_a_gpu_is_not_the_one_traced_for_the_cpu():
         assert cast.eval_shape(x).dtype == jnp.bfloat16
     assert platform.on_cpu()
     assert cast.eval_shape(x).dtype == jnp.float32
+
+
+def test_a_layout_is_asked_for_on_gpus_alone():
+    x = jnp.ones((4, 2))
+
+    def layouts(function):
+        equations = jax.make_jaxpr(function)(x).eqns
+        return [e.params["layout"].major_to_minor for e in equations if "layout" in e.params]
+
+    with platform.compiling_for("cpu"):
+        assert platform.row_major(x) is x
+    with platform.compiling_for("gpu"):
+        assert layouts(platform.row_major) == [(0, 1)]
+        assert layouts(jax.grad(lambda x: jnp.sum(platform.row_major(x)))) == [(0, 1)] * 2
