@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..errors import UserError
 from ..models import REMAT_POLICIES, packs_residuals
@@ -162,7 +162,8 @@ def _try(config: PlanConfig, target: Target) -> Forecast | UserError:
 
 def _table(forecasts: list[tuple[Candidate, Forecast | UserError]], rest: list[Candidate]) -> Table:
     """The compiled ones as they came out, then the next by estimate."""
-    table = Table("candidate", "GiB per device", "step, s", "tokens/s per GPU", "from")
+    first = Column("candidate", overflow="fold")  # names are to be read whole
+    table = Table(first, "GiB per device", "step, s", "tokens/s per GPU", "from")
     outcomes = sorted(
         (entry for entry in forecasts if isinstance(entry[1], Forecast)),
         key=lambda entry: (not entry[1].fits, entry[1].time.seconds),  # pyright: ignore
