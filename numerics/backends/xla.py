@@ -187,6 +187,7 @@ def backward_groups(
 ) -> tuple[jax.Array, jax.Array]:
     """(dx [E, *tokens, K], dw [E, K, *N]), float32, of g [E, *tokens, *N]."""
     wgrad_x, dgrad_w = jax.tree.map(row_major, residuals)
+    dgrad_w = place.stored(dgrad_w)  # or XLA would keep it as it is needed here: gathered
     num_features = len(features)
     tokens = g.shape[1 : g.ndim - num_features]
     dgrad_g = pack(
