@@ -11,7 +11,7 @@ import difflib
 import operator
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -89,3 +89,26 @@ def check_sizes(owner: str, **sizes: object) -> None:
 def discard_output() -> None:
     """Sends the rest of stdout nowhere, so that what could not be printed does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_status(program: Callable[[], int]) -> int:
+    """Runs `program` and returns its exit status: 2 after a `UserError`, 0 when who reads stdout
+    has seen enough, 1 when it cannot be written, 130 after an interruption; one line on stderr."""
+    try:
+        status = program()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        discard_output()
+        return 0
+    except OSError as error:  # such as a full disk behind stdout
+        discard_output()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import UserError, discard_output, printable
+from ..errors import UserError, exit_status, printable
 from .arguments import config_from_arguments
 from .config import DataConfig
 from .corpus import Corpus
@@ -32,6 +32,11 @@ _CHUNK = 1 << 22
 _DEFAULT_VOCABULARY = 32_768
 _NO_LIMIT = 1 << 40
 _LEAST_WIDTH = 80  # columns; a narrower terminal wraps the lines
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # `| head` is no mistake; the library would exit with 1
 
 
 def decoded_rows(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
@@ -170,20 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, help="of the model (default: any, or 32768)")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        return _inspect(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head`
-        discard_output()
-        return 0
-    except OSError as error:  # such as a full disk behind stdout
-        discard_output()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(lambda: _inspect(arguments))
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -205,10 +197,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without this character: escapes
         sys.stdout.reconfigure(errors="backslashreplace")
     forced = {"auto": None, "always": True, "never": False}[arguments.colour]
-    console = Console(force_terminal=forced, no_color=forced is False)
+    console = _Console(force_terminal=forced, no_color=forced is False)
     console.width = max(console.width, _LEAST_WIDTH)
     show(console, iterator, tokenizer, config, rows=arguments.rows)
-    sys.stdout.flush()
     return 0
 
 

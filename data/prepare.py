@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, exit_status
 from .arguments import config_from_arguments
 from .cache import hash_of, not_writable
 from .config import DataConfig
@@ -238,14 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-megabytes", type=int, default=64, help="of text per shard")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
     arguments = parser.parse_intermixed_args(argv)
+    return exit_status(lambda: _prepare_as_told(arguments))
+
+
+def _prepare_as_told(arguments: argparse.Namespace) -> int:
+    config = config_from_arguments(arguments.settings)
+    if prepared_folder(config.path) is not None:
+        raise UserError(f"data.path={config.path} is prepared already")
+    for option in ("vocab_size", "shard_megabytes", "processes"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UserError(f"--{option.replace('_', '-')}={value}: give 1 or more")
     try:
-        config = config_from_arguments(arguments.settings)
-        if prepared_folder(config.path) is not None:
-            raise UserError(f"data.path={config.path} is prepared already")
-        for option in ("vocab_size", "shard_megabytes", "processes"):
-            value = getattr(arguments, option)
-            if value is not None and value < 1:
-                raise UserError(f"--{option.replace('_', '-')}={value}: give 1 or more")
         manifest = prepare(
             config,
             arguments.folder,
@@ -253,12 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard_megabytes=arguments.shard_megabytes,
             num_processes=arguments.processes,
         )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("interrupted: give the same command again to go on", file=sys.stderr)
-        return 130
+        note("give the same command again to go on")
+        raise
     print(
         f"{arguments.folder}: shards: {len(manifest['shards'])}, "
         f"{manifest['train']['tokens']:,} training tokens, "

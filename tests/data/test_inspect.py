@@ -2,9 +2,8 @@
 
 import io
 import json
+import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -135,13 +134,20 @@ def test_narrow_terminals_and_plain_encodings(byte_config, tmp_path, monkeypatch
         assert "documents" in written and "100.00%" in written and r"\xa61" in written
 
 
-def test_a_full_disk_behind_stdout_is_one_line(byte_config, cache_home):
-    command = [sys.executable, "-m", "fp4zoo.data.inspect", "--rows=1", "--sequence-length=64"]
-    command += [f"data.path={byte_config.path}", "data.tokenizer=bytes"]
+def test_stdout_that_is_full_or_closed(monkeypatch, byte_config, cache_home, capfd):
+    arguments = [f"data.path={byte_config.path}", "data.tokenizer=bytes", "--sequence-length=64"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(arguments) == 1
+        assert capfd.readouterr().err.splitlines()[-1].startswith("error: [Errno 28]")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert main(arguments) == 0
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(arguments) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_special_tokens_are_shown(tmp_path, cache_home, chat_tokenizer_file):
