@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D embedding dimension, E experts, F feed-forward dime
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..layers.attention import AttentionPattern, dot_product_attention
-from ..layers.rope import RopeTables, rope_frequencies, rope_tables
+from ..layers.attention import AttentionFunction, dot_product_attention
+from ..layers.moe import NVFP4MoE
+from ..layers.rope import rope_frequencies, rope_tables
 from ..models import Decoder
+from ..models.decoder import Block
+from ..models.mixtral import ExpertMLP
 
 
 @dataclass(frozen=True)
@@ -76,40 +79,49 @@ def _ranges(model: Decoder, tokens: jax.Array) -> list[dict[str, jax.Array]]:
         graph, parameters = nnx.split(model.blocks[segment.name])
 
         def body(x, layer, graph=graph):
-            return _block(nnx.merge(graph, layer), x, rope)
+            block = nnx.merge(graph, layer)
+            ranges: dict[str, jax.Array] = {}
+            attend = _watch(block, ranges)
+            x, _ = block(x, rope=rope, segment_ids=None, rounding_keys=None, attend=attend)
+            return x, ranges
 
         x, ranges = jax.lax.scan(body, x, parameters)
         found.append(ranges)
     return found
 
 
-def _block(block: Any, x: jax.Array, rope: RopeTables) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One block and what it saw."""
-    attention = block.attention
-    normed = block.attention_norm(x)
-    query, key, value = attention.project(normed, rope)
-    pattern = AttentionPattern(sliding_window=attention.sliding_window)
-    mixed = dot_product_attention(query, key, value, pattern)
-    mixed = mixed.reshape(*x.shape[:-1], -1)
-    x = x + attention.output(mixed)
-    normed_mlp = block.mlp_norm(x)
-    y, _ = block.mlp(normed_mlp, segment_ids=None, rounding_keys=None)
-    return x + y, {
-        "attention": _largest(normed),
-        "output": _largest(mixed),
-        "key": _largest(key),
-        "value": _largest(value),
-        "mlp": _largest(normed_mlp),
-        "down": _down_input(block.mlp, normed_mlp),
-    }
+def _watch(block: Block, ranges: dict[str, jax.Array]) -> AttentionFunction:
+    """Makes the block's linears write down what they are given; the same for keys and values."""
+
+    def watched(name: str, linear: Callable) -> Callable:
+        def call(x: jax.Array, *arguments: Any, **keywords: Any) -> Any:
+            ranges[name] = _largest(x)
+            return linear(x, *arguments, **keywords)
+
+        return call
+
+    def attend(query, key, value, pattern):
+        ranges.update(key=_largest(key), value=_largest(value))
+        return dot_product_attention(query, key, value, pattern)
+
+    block.attention.qkv = watched("attention", block.attention.qkv)
+    block.attention.output = watched("output", block.attention.output)
+    if isinstance(block.mlp, ExpertMLP):
+        moe = block.mlp.moe
+
+        def experts(x: jax.Array, **keywords: Any) -> Any:
+            ranges.update(mlp=_largest(x), down=_down_inputs(moe, x))
+            return moe(x, **keywords)
+
+        block.mlp.moe = experts
+    else:
+        block.mlp.gate_up = watched("mlp", block.mlp.gate_up)
+        block.mlp.down = watched("down", block.mlp.down)
+    return attend
 
 
-def _down_input(mlp: Any, x: jax.Array) -> jax.Array:
-    """The largest input of the down projection, per expert where there are some: [] or [E]."""
-    if not hasattr(mlp, "moe"):
-        gate_up = mlp.gate_up(x)
-        return _largest(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
-    moe = mlp.moe
+def _down_inputs(moe: NVFP4MoE, x: jax.Array) -> jax.Array:
+    """The largest input of each expert's down projection, [E]."""
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     logits = jnp.dot(tokens, moe.router[...], precision=jax.lax.Precision.HIGHEST)
     _, chosen = jax.lax.top_k(logits, moe.experts_per_token)

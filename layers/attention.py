@@ -9,6 +9,7 @@ heads, G = N/K query heads per key/value head, H head dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -204,8 +205,8 @@ class Attention(nnx.Module):
     over each query and key head (Qwen3). `recipe`, `rounding`, `backend` and `name` are
     NVFP4Dense's.
 
-    Generation composes the three parts of `__call__` itself: `project`, a key/value cache and
-    `dot_product_attention` with a `query_offset`, then `output`.
+    `attend` of a call stands in for the attention product itself: a key/value cache, a look at
+    what goes through.
 
     Raises:
       ValueError: `num_heads` is not a multiple of `num_kv_heads`.
@@ -301,6 +302,7 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         rope: RopeTables | None = None,
         rounding_keys: jax.Array | None = None,
+        attend: AttentionFunction | None = None,
     ) -> jax.Array:
         """x [B, T, D] -> [B, T, D] in x's dtype.
 
@@ -308,18 +310,23 @@ class Attention(nnx.Module):
         positions: int32 [B or 1, T] for the rotary embedding, 0 … T-1 when absent.
         rope: tables that several layers share, instead of `positions`.
         rounding_keys: two keys (q/k/v and output) for stochastic rounding, for rounding="explicit".
+        attend: computes the attention product instead of `context_parallel_attention`.
         """
         if rope is None:
             rope = self.rope(jnp.arange(x.shape[1])[None] if positions is None else positions)
         qkv_key, output_key = (None, None) if rounding_keys is None else rounding_keys
         query, key, value = self.project(x, rope, rounding_key=qkv_key)
-        window = self.sliding_window
-        if window is not None and window >= x.shape[1]:
-            window = None
-        pattern = AttentionPattern(segment_ids, segment_ids, sliding_window=window)
-        mixed = context_parallel_attention(
-            query, key, value, pattern, implementation=self.implementation
-        )
+        pattern = AttentionPattern(segment_ids, segment_ids, sliding_window=self.sliding_window)
+        mixed = (attend or self._attend)(query, key, value, pattern)
         mixed = mixed.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
         mixed = constrain(mixed, "batch", "sequence", "heads")
         return self.output(mixed, rounding_key=output_key)
+
+    def _attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, pattern: AttentionPattern
+    ) -> jax.Array:
+        if pattern.sliding_window is not None and pattern.sliding_window >= query.shape[1]:
+            pattern = dataclasses.replace(pattern, sliding_window=None)  # it hides nothing
+        return context_parallel_attention(
+            query, key, value, pattern, implementation=self.implementation
+        )

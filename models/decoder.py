@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..errors import UserError, check_choice
-from ..layers.attention import Attention
+from ..layers.attention import Attention, AttentionFunction
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.norm import RMSNorm
 from ..layers.rope import RopeTables, rope_frequencies, rope_tables
@@ -53,10 +53,16 @@ def output_kernel_init(config: ModelConfig) -> jax.nn.initializers.Initializer:
 
 
 def attention_of(
-    config: ModelConfig, recipe: Recipe, backend: str, rngs: nnx.Rngs, *, output_bias: bool
+    config: ModelConfig,
+    recipe: Recipe,
+    backend: str,
+    rngs: nnx.Rngs,
+    *,
+    output_bias: bool,
+    kind: type[Attention] = Attention,
 ) -> Attention:
     """The attention that `config` describes; `attention_bias` is about q, k and v here."""
-    return Attention(
+    return kind(
         config.embed_dim,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -101,13 +107,21 @@ class Block(nnx.Module):
         rope: RopeTables,
         segment_ids: jax.Array | None,
         rounding_keys: jax.Array | None,
+        attend: AttentionFunction | None = None,
     ) -> tuple[jax.Array, Auxiliary]:
-        """x [B, T, D] -> ([B, T, D], auxiliary). The first two rounding keys are attention's."""
+        """x [B, T, D] -> ([B, T, D], auxiliary). The first two rounding keys are attention's.
+
+        `attend` is handed to the attention: generation and calibration run this very block.
+        """
         attention_keys, mlp_keys = None, None
         if rounding_keys is not None:
             attention_keys, mlp_keys = rounding_keys[:2], rounding_keys[2:]
         y = self.attention(
-            self.attention_norm(x), segment_ids=segment_ids, rope=rope, rounding_keys=attention_keys
+            self.attention_norm(x),
+            segment_ids=segment_ids,
+            rope=rope,
+            rounding_keys=attention_keys,
+            attend=attend,
         )
         x = constrain(x + constrain(y, *RESIDUAL), *RESIDUAL)
         y, auxiliary = self.mlp(self.mlp_norm(x), segment_ids=segment_ids, rounding_keys=mlp_keys)
@@ -115,7 +129,8 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer. An architecture is a subclass that says what its feed-forward is.
+    """A decoder-only transformer. An architecture is a subclass that says what its feed-forward is,
+    and, where it differs, what its attention and the block around both are.
 
     Use `models.create` rather than the constructor. Parameters are float32; activations and the
     residual stream have `activation_dtype`; norms, softmax and logits are float32.
@@ -201,6 +216,8 @@ class Decoder(nnx.Module):
 
     # What an architecture may change.
 
+    block: type[Block] = Block  # where its norms and residual sums are
+
     @classmethod
     def attention_linears(cls, config: ModelConfig) -> tuple[LinearShape, ...]:
         """The attention's matrices, for the precision plan."""
@@ -228,7 +245,7 @@ class Decoder(nnx.Module):
             rngs = nnx.Rngs(params=key)
             attention = self.make_attention(self.config, segment.attention, self.backend, rngs)
             mlp = self.make_mlp(self.config, segment.mlp, self.backend, rngs)
-            return Block(self.config, attention, mlp, rngs)
+            return self.block(self.config, attention, mlp, rngs)
 
         return create(layer_keys)
 

@@ -6,15 +6,15 @@ dimension, V vocabulary, L layers of a segment.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..layers.attention import AttentionPattern, dot_product_attention
-from ..layers.rope import RopeTables, rope_frequencies, rope_tables
+from ..layers.attention import dot_product_attention
+from ..layers.rope import rope_frequencies, rope_tables
 from .decoder import Decoder
 
 
@@ -66,30 +66,21 @@ def extend(model: Decoder, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, 
 
         def body(x, layer, graph=graph):
             parameters, key_cache, value_cache = layer
+            extended = []
+
+            def attend(query, key, value, pattern):
+                start = (0, cache.length, 0, 0)
+                keys = jax.lax.dynamic_update_slice(key_cache, key, start)
+                values = jax.lax.dynamic_update_slice(value_cache, value, start)
+                extended.append((keys, values))
+                pattern = dataclasses.replace(pattern, query_offset=cache.length)
+                return dot_product_attention(query, keys, values, pattern)
+
             block = nnx.merge(graph, parameters)
-            return _block(block, x, rope, cache.length, key_cache, value_cache)
+            x, _ = block(x, rope=rope, segment_ids=None, rounding_keys=None, attend=attend)
+            return x, extended.pop()
 
         layers = (parameters, cache.keys[segment.name], cache.values[segment.name])
         x, (keys[segment.name], values[segment.name]) = jax.lax.scan(body, x, layers)
     logits = model.head(model.final_norm(x[:, -1]))
     return logits, Cache(cache.length + tokens.shape[1], keys, values)
-
-
-def _block(
-    block: Any,
-    x: jax.Array,
-    rope: RopeTables,
-    length: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One block over x [B, T, D] and its caches [B, S, K, H], which come back with x's tokens."""
-    attention = block.attention
-    query, key, value = attention.project(block.attention_norm(x), rope)
-    key_cache = jax.lax.dynamic_update_slice(key_cache, key, (0, length, 0, 0))
-    value_cache = jax.lax.dynamic_update_slice(value_cache, value, (0, length, 0, 0))
-    pattern = AttentionPattern(query_offset=length, sliding_window=attention.sliding_window)
-    mixed = dot_product_attention(query, key_cache, value_cache, pattern)
-    x = x + attention.output(mixed.reshape(*x.shape[:-1], -1))
-    y, _ = block.mlp(block.mlp_norm(x), segment_ids=None, rounding_keys=None)
-    return x + y, (key_cache, value_cache)

@@ -29,22 +29,6 @@ FP32 = ["precision=fp32"]
 NVFP4 = ["precision=nvfp4", "precision.rules.last_blocks=1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Every run compiles the same few steps, and takes longer to do so than to train."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_disable_most_optimizations": True,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Sixty documents of a small language: each word decides which words may follow."""

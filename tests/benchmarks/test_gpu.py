@@ -4,7 +4,6 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
@@ -25,15 +24,7 @@ def gpu():
     return module
 
 
-@pytest.fixture
-def quick_to_compile():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-def test_everything_runs_in_toy_size_on_a_cpu(gpu, capsys, quick_to_compile):
+def test_everything_runs_in_toy_size_on_a_cpu(gpu, capsys):
     gpu.main(["--rounds", "1", "--layers", "1", "--length", "16"])
     printed = capsys.readouterr().out
     assert printed.startswith("no GPU here")

@@ -8,7 +8,9 @@ from flax import nnx
 
 from fp4zoo import models
 from fp4zoo.models import ModelConfig, MoEConfig, RopeScaling
+from fp4zoo.models.decoder import Block
 from fp4zoo.models.generation import extend, make_cache
+from fp4zoo.models.llama import Llama
 
 BASE = dict(
     architecture="llama", vocab_size=40, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2,
@@ -26,7 +28,25 @@ CASES = {
     "case", ["sliding window", pytest.param("qwen3 experts", marks=pytest.mark.slow)]
 )
 def test_logits_are_those_of_the_whole_forward_pass(case):
-    model = models.create(ModelConfig(**BASE | CASES[case]), recipe="fp32", rngs=nnx.Rngs(0))
+    check_against_forward_pass(ModelConfig(**BASE | CASES[case]))
+
+
+def test_an_architecture_with_a_block_of_its_own_needs_nothing_more(monkeypatch):
+    class NormAfter(Block):
+        def __call__(self, x, *, rounding_keys, **rest):
+            del rounding_keys
+            x = x + self.attention_norm(self.attention(x, **rest))
+            return x + self.mlp_norm(self.mlp(x, segment_ids=None, rounding_keys=None)[0]), {}
+
+    class NormsAfter(Llama):
+        block = NormAfter
+
+    monkeypatch.setitem(models.ARCHITECTURES, "norms_after", NormsAfter)
+    check_against_forward_pass(ModelConfig(**BASE | dict(architecture="norms_after")))
+
+
+def check_against_forward_pass(config):
+    model = models.create(config, recipe="fp32", rngs=nnx.Rngs(0))
     for leaf in jax.tree.leaves(nnx.state(model)):
         assert leaf.dtype == jnp.float32
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 12)), jnp.int32)
