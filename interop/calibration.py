@@ -93,30 +93,27 @@ def _ranges(model: Decoder, tokens: jax.Array) -> list[dict[str, jax.Array]]:
 def _watch(block: Block, ranges: dict[str, jax.Array]) -> AttentionFunction:
     """Makes the block's linears write down what they are given; the same for keys and values."""
 
-    def watched(name: str, linear: Callable) -> Callable:
-        def call(x: jax.Array, *arguments: Any, **keywords: Any) -> Any:
-            ranges[name] = _largest(x)
-            return linear(x, *arguments, **keywords)
+    def watch(part: nnx.Module, name: str, found: Callable[[jax.Array], dict]) -> None:
+        layer = getattr(part, name)
 
-        return call
+        def call(x: jax.Array, *arguments: Any, **keywords: Any) -> Any:
+            ranges.update(found(x))
+            return layer(x, *arguments, **keywords)
+
+        setattr(part, name, call)
 
     def attend(query, key, value, pattern):
         ranges.update(key=_largest(key), value=_largest(value))
         return dot_product_attention(query, key, value, pattern)
 
-    block.attention.qkv = watched("attention", block.attention.qkv)
-    block.attention.output = watched("output", block.attention.output)
+    watch(block.attention, "qkv", lambda x: {"attention": _largest(x)})
+    watch(block.attention, "output", lambda x: {"output": _largest(x)})
     if isinstance(block.mlp, ExpertMLP):
         moe = block.mlp.moe
-
-        def experts(x: jax.Array, **keywords: Any) -> Any:
-            ranges.update(mlp=_largest(x), down=_down_inputs(moe, x))
-            return moe(x, **keywords)
-
-        block.mlp.moe = experts
+        watch(block.mlp, "moe", lambda x: {"mlp": _largest(x), "down": _down_inputs(moe, x)})
     else:
-        block.mlp.gate_up = watched("mlp", block.mlp.gate_up)
-        block.mlp.down = watched("down", block.mlp.down)
+        watch(block.mlp, "gate_up", lambda x: {"mlp": _largest(x)})
+        watch(block.mlp, "down", lambda x: {"down": _largest(x)})
     return attend
 
 
