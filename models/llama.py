@@ -73,7 +73,8 @@ class Llama(Decoder):
     def check(cls, config: ModelConfig) -> None:
         if config.moe is not None:
             raise UserError(
-                "model.moe is set, but model.architecture=llama has no experts: use mixtral"
+                f"model.moe is set, but model.architecture={config.architecture} has no experts: "
+                "use mixtral or qwen3_moe"
             )
 
     @classmethod

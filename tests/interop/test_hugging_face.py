@@ -26,6 +26,11 @@ EXPECTED = np.load(Path(__file__).parent / "transformers_logits.npz")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
+def test_every_architecture_has_a_checkpoint():
+    found = {model_config(values, "config.json").architecture for values in CONFIGS.values()}
+    assert found == set(models.ARCHITECTURES)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"llama3.1-older"}))  # the same config
 def test_logits_are_those_of_transformers(name, tmp_path):
     model = load_hugging_face(write(tmp_path / "hf", CONFIGS[name], tensors(CONFIGS[name])))

@@ -127,7 +127,11 @@ def test_impossible_mixtures_name_the_key():
     [
         (dict(architecture="lama"), "model.architecture=lama.*did you mean 'llama'"),
         (dict(architecture="mixtral"), "model.moe is missing"),
-        (dict(moe=MoEConfig(4, 2)), "model.moe is set.*use mixtral"),
+        (dict(moe=MoEConfig(4, 2)), "model.moe is set.*architecture=llama.*use mixtral"),
+        (
+            dict(architecture="qwen2", attention_bias=True, moe=MoEConfig(4, 2)),
+            "model.moe is set.*architecture=qwen2.*use mixtral",
+        ),
         (dict(architecture="qwen2"), "model.attention_bias=false.*set it to true, or use llama"),
         (dict(architecture="qwen3"), "model.qk_norm=false: model.architecture=qwen3 normalises"),
         (dict(architecture="qwen3_moe", moe=MoEConfig(4, 2)), "model.qk_norm=false.*qwen3_moe"),

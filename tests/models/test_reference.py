@@ -26,7 +26,11 @@ CASES = {
     "llama3 rope": dict(rope_theta=500_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16)),
     "sliding window": dict(sliding_window=3),
     "biases": dict(attention_bias=True, mlp_bias=True),
-    "query and key norms": dict(qk_norm=True),
+    "query, key and value biases": dict(architecture="qwen2", attention_bias=True),
+    "query and key norms": dict(architecture="qwen3", qk_norm=True),
+    "query and key norms, experts": dict(
+        architecture="qwen3_moe", qk_norm=True, moe=MoEConfig(4, 2)
+    ),
     "experts": dict(architecture="mixtral", moe=MoEConfig(5, 2), rope_theta=1e6),
     "one expert per token": dict(architecture="mixtral", moe=MoEConfig(3, 1)),
 }
@@ -59,7 +63,8 @@ def random_weights(config, seed=0):
         if config.moe is not None:
             weights["router"] = matrix(width, config.moe.num_experts)
         for name, size in (("q", queries), ("k", keys), ("v", keys), ("o", width)):
-            weights[f"{name}_bias"] = config.attention_bias * 0.1 * rng.normal(size=size)
+            biased = config.attention_bias and (name, config.architecture) != ("o", "qwen2")
+            weights[f"{name}_bias"] = biased * 0.1 * rng.normal(size=size)
         for name, size in (("gate", config.mlp_dim), ("up", config.mlp_dim), ("down", width)):
             weights[f"{name}_bias"] = config.mlp_bias * 0.1 * rng.normal(size=size)
         return weights
@@ -172,6 +177,7 @@ def set_weights(model, weights):
     put(block.attention.output.kernel, stack("o"))
     if config.attention_bias:
         put(block.attention.qkv.bias, fuse("_bias"))
+    if config.attention_bias and config.architecture != "qwen2":
         put(block.attention.output.bias, stack("o_bias"))
     if config.qk_norm:
         put(block.attention.query_norm.scale, stack("q_norm"))
@@ -191,6 +197,10 @@ def set_weights(model, weights):
     put(model.final_norm.scale, weights["norm"])
     if not config.tie_embeddings:
         put(model.output_head.kernel, weights["head"])
+
+
+def test_every_architecture_has_a_case():
+    assert {(BASE | case)["architecture"] for case in CASES.values()} == set(models.ARCHITECTURES)
 
 
 @pytest.mark.parametrize("case", CASES)
