@@ -28,6 +28,8 @@ def pytest_sessionfinish():
 @pytest.fixture(scope="module")
 def optimized():
     """XLA as users have it: for bits that fusion could change, and for figures of memory."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")  # for processes that a test starts
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)

@@ -7,6 +7,7 @@ import pytest
 from fp4zoo import plan
 from fp4zoo.planning import targets
 
+pytestmark = pytest.mark.usefixtures("optimized")
 needs_plugin = pytest.mark.skipif(
     targets.plugin_library() is None,
     reason="the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed",

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 PROGRAM = """
 import math
 import jax, jax.numpy as jnp, numpy as np

@@ -15,6 +15,8 @@ from fp4zoo.configs.planning import PlanConfig
 from fp4zoo.errors import UserError
 from fp4zoo.planning import search, targets
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 GIB = 2**30
 TARGET = targets.Target("b200", "NVIDIA B200", (10, 0), 178 * GIB, 8 * 10**12, 148, 8, 92300, "")
 MODEL = ("model=llama-3.2-1b", "precision=nvfp4", "batch_size=32", "sequence_length=4096")

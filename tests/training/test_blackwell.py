@@ -15,11 +15,14 @@ from fp4zoo.planning.counting import count
 from fp4zoo.planning.hlo import Module
 from fp4zoo.training.program import Program
 
-pytestmark = pytest.mark.skipif(
-    targets.plugin_library() is None,
-    reason="the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed: pip install "
-    "-e '.[plan]' (Python 3.12 or newer)",
-)
+pytestmark = [
+    pytest.mark.usefixtures("optimized"),
+    pytest.mark.skipif(
+        targets.plugin_library() is None,
+        reason="the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed: pip install "
+        "-e '.[plan]' (Python 3.12 or newer)",
+    ),
+]
 
 LAYERS = 2
 SIZES = [

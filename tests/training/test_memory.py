@@ -10,6 +10,8 @@ from fp4zoo.training import memory
 from fp4zoo.training.program import Program
 from fp4zoo.training.sharding import MeshConfig, make_mesh
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 GIB = memory.GIB
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow  # each compiles a step for several meshes
+# Each compiles a step for several meshes.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 PROGRAM = Path(__file__).parent / "parallel_losses.py"
 SHAPE = [
