@@ -148,7 +148,7 @@ class TrainIterator(Iterator[Batch]):
                 raise UserError(
                     f"the checkpoint's data position is for {key}={state.get(key)} but this run "
                     f"has {key}={value}: restore the data settings of that run, or start a new "
-                    "one from its weights"
+                    "one from its weights (checkpoint=FOLDER and another output_dir)"
                 )
         self._groups.close()
         self._rows_read = int(state["rows_read"])
