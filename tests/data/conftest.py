@@ -69,3 +69,20 @@ def chat_tokenizer_file(tmp_path_factory):
     settings = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "chat_template": CHATML}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory / "tokenizer.json"
+
+
+@pytest.fixture
+def jsonl(tmp_path, cache_home):
+    """Three megabytes of JSONL with a bad line, an empty one and a repeated one."""
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "é", "語"]
+    lines = [
+        json.dumps({"text": f"{number} " + " ".join(generator.choice(words, 120))})
+        for number in range(4000)
+    ]
+    lines[1000] = "{broken"
+    lines[2000] = '{"text": ""}'
+    lines[3999] = lines[0]
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return DataConfig(path=str(path), tokenizer="bytes", on_bad_record="skip")
