@@ -6,7 +6,8 @@ from .default_tokenizer import load_tokenizer
 from .packing import Batch, Packing, count_rows, make_packing, pack_rows
 from .pipeline import TrainIterator, make_train_iterator, make_validation_batches
 from .streams import TokenStream
-from .tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer_file
+from .tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
+from .tokenizer_files import load_tokenizer_file
 from .unigram import unigram_loss
 
 __all__ = [

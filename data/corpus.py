@@ -37,7 +37,8 @@ from .progress import byte_progress, note
 from .shards import token_dtype, write_shard
 from .sources import open_source, prepared_folder
 from .streams import SPLITS, TokenStream, join_streams, open_stream
-from .tokenizer import Tokenizer, load_tokenizer_file
+from .tokenizer import Tokenizer
+from .tokenizer_files import load_tokenizer_file
 
 _WHOLE_FILES = 1 << 62  # bytes in a unit
 # What a prepared folder has settled: a configuration may leave it at its default or say the same.

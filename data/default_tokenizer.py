@@ -12,7 +12,8 @@ from .documents import Source, all_kept, split_threshold
 from .progress import note
 from .sentencepiece_tokenizer import train_sentencepiece
 from .sources import open_source, prepared_folder
-from .tokenizer import SENTENCEPIECE_FILE, Tokenizer, check_vocabulary, load_tokenizer_file
+from .tokenizer import SENTENCEPIECE_FILE, Tokenizer, check_vocabulary
+from .tokenizer_files import load_tokenizer_file
 
 _FORMAT = 2  # raise it when the same key would give another model
 _SAMPLE_BYTES = 4_000_000
