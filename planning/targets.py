@@ -46,8 +46,13 @@ _NO_CUDA = {
     "TF_CPP_MIN_LOG_LEVEL": "3",  # what XLA logs when memory is tight is in the result
 }
 
-# For compiling without a GPU: CUB's sort asks a device how much scratch space it wants.
-COMPILER_OPTIONS = {"xla_gpu_enable_cub_radix_sort": False}
+COMPILER_OPTIONS: dict[str, bool | str] = {
+    # Without a GPU: CUB's sort asks a device how much scratch space it wants.
+    "xla_gpu_enable_cub_radix_sort": False,
+    # XLA of JAX 0.12 aborts where it makes a kernel of its own of an all-reduce of two arrays over
+    # eight devices: NCCL does it here.
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
 
 
 @dataclass(frozen=True)
