@@ -12,6 +12,7 @@ Legend: B sequences, T tokens, K choices a token, E experts, C rows an expert, D
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class Mixture:
         numbers = jnp.arange(mask.size, dtype=jnp.uint32).reshape(mask.shape)
         group = self._group_tokens(mask.shape)
         self._check(x.shape, gate_up.shape, group, sizes)
-        mesh = _Mesh(sizes, x.shape, gate_up.shape, group)
+        mesh = _Mesh(sizes, x.shape, gate_up.shape, group, BLOCK if self.uses_fp4 else 1)
         run = self._dropless if self.capacity_factor is None else self._with_capacity
         return run(mesh, (x, logits, mask, numbers), (gate_up, down, keys), experts)
 
@@ -242,7 +243,9 @@ def _blame(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str:
 class _Mesh:
     """How tokens, rows and kernels lie, and what moves between devices. Without a mesh: nothing."""
 
-    def __init__(self, sizes: Mapping[str, int], shape, gate_up_shape, group: int | None):
+    def __init__(
+        self, sizes: Mapping[str, int], shape, gate_up_shape, group: int | None, block: int
+    ):
         self._sizes = sizes
         self.group_tokens = group
         self.num_parts = sizes.get("expert", 1)
@@ -262,7 +265,14 @@ class _Mesh:
         self.down = PartitionSpec(self.gate_up[0], self.gate_up[3], self.gate_up[1])
         features = "tensor" if self.gate_up[3] else None
         split = {"rows": rows, "experts": () if expert is None else (expert,)}
-        self.shards = Shard(**split, out_features=features), Shard(**split, in_features=features)
+        stored = "fsdp" if self.gate_up[1] else None  # along the embedding
+        # Parts that hold whole blocks are rounded before they are gathered.
+        rounded = stored is not None and shape[-1] // sizes[stored] % block == 0
+        self._gathered = None if rounded else stored
+        self.shards = (
+            Shard(**split, out_features=features, storage=("fsdp", 1) if rounded else None),
+            Shard(**split, in_features=features, storage=("fsdp", 2) if rounded else None),
+        )
         self.arguments = (self.x, self.tokens, self.tokens, self.tokens)
         self.routed = Routed._make((self.x, self.tokens, self.tokens))  # specs in arrays' places
 
@@ -291,11 +301,8 @@ class _Mesh:
         return jax.lax.psum_scatter(out, "tensor", scatter_dimension=2, tiled=True)
 
     def whole_kernels(self, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the axis fsdp only stores."""
-        if self.gate_up[1] is None:
+        """Those whose stored parts cut blocks."""
+        if self._gathered is None:
             return gate_up, down
-        gather = jax.lax.all_gather
-        return (
-            gather(gate_up, "fsdp", axis=1, tiled=True),
-            gather(down, "fsdp", axis=2, tiled=True),
-        )
+        gather = functools.partial(jax.lax.all_gather, axis_name=self._gathered, tiled=True)
+        return gather(gate_up, axis=1), gather(down, axis=2)

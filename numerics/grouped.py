@@ -40,7 +40,9 @@ def grouped_linear(
 
     Raises ValueError for shapes that do not fit, and for tiles where the backend has none.
     """
-    if x.ndim != 3 or kernel.ndim < 3 or x.shape[-1] != kernel.shape[1] or x.shape[1] % BLOCK:
+    in_parts = shard.storage is not None and shard.storage[1] == 1
+    fits = kernel.ndim >= 3 and (in_parts or x.shape[-1] == kernel.shape[1])
+    if x.ndim != 3 or not fits or x.shape[1] % BLOCK:
         raise ValueError(
             f"grouped_linear needs x [tiles, rows, K] with rows a multiple of {BLOCK} and kernel "
             f"[experts, K, N], got {x.shape} and {kernel.shape}"

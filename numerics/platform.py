@@ -10,6 +10,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 # Part of the key of JAX's caches: what was traced for one kind of device is not reused for another.
 _target = jax.make_user_context(default_value=None)
 
+# For `jax.jit`: a value that the program rounds to bfloat16 is rounded. Otherwise XLA keeps it in
+# float32 wherever the two conversions meet, which depends on the mesh, and the codes with it.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
 
 class DeviceKind(NamedTuple):
     """What a program is made for."""

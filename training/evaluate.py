@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..numerics.platform import COMPILER_OPTIONS
 from .chunked_loss import chunked_losses
 from .cross_entropy import token_losses
 from .state import Parameters
@@ -34,7 +35,9 @@ class Evaluation:
     tokens: int
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="loss_chunks")
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames="loss_chunks", compiler_options=COMPILER_OPTIONS
+)
 def loss_sum(
     graphdef: nnx.GraphDef,
     parameters: Parameters,

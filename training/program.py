@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import models
 from ..errors import UserError
 from ..numerics import Recipe, choose_backend, get_recipe
-from ..numerics.platform import DeviceKind, compiling_for
+from ..numerics.platform import COMPILER_OPTIONS, DeviceKind, compiling_for
 from . import memory
 from .auto_mesh import choose_mesh
 from .chunked_loss import choose_chunks
@@ -164,7 +164,12 @@ class Program:
             ),
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
+        jitted = jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(self._shardings, replicated),
+            compiler_options=COMPILER_OPTIONS,
+        )
         with jax.set_mesh(self.mesh), compiling_for(self.device):  # the layers ask for both
             traced = jitted.trace(self.state, self._train_batch)
             if self.platform == jax.default_backend():

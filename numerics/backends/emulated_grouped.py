@@ -9,7 +9,8 @@ x [experts, rows, K].
 
 Inside `jax.shard_map` rows, experts and features are a device's part of them (`Tiles.shard`): the
 codes are those of the whole, and what comes back are this part's y, or its addend where in_features
-is split, and this part's addends of dx and dw.
+is split, and this part's addends of dx and dw. A kernel that is stored in parts is rounded in parts
+and gathered after that, in both passes.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from ..platform import row_major
 from ..random_bits import fold
-from ..recipe import Recipe
+from ..recipe import Operand, Recipe
 from .emulated import GemmOperand, Residuals, prepare, product, rescale
 from .operands import (
     DGRAD_SALT,
@@ -64,10 +65,15 @@ def fprop(
 def _fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles
 ) -> tuple[jax.Array, GemmOperand]:
-    """y, and the weights as they were rounded."""
+    """y, and this device's part of the weights as they were rounded."""
     fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=weight_amax(tiles))
     fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=row_amax(tiles, kernel.shape[0]))
-    return _products(fprop_x, fprop_w, ((-1,), (0,)), tiles, x.dtype), fprop_w
+    whole_w = _whole(fprop_w, recipe.fprop_w, tiles)
+    return _products(fprop_x, whole_w, ((-1,), (0,)), tiles, x.dtype), fprop_w
+
+
+def _whole(weights: GemmOperand, spec: Operand, tiles: Tiles) -> GemmOperand:
+    return weights._replace(values=tiles.shard.whole_kernel(weights.values, spec))
 
 
 def forward(
@@ -108,6 +114,7 @@ def backward(
     """
     del kernel_axes
     wgrad_x, dgrad_w = jax.tree.map(row_major, residuals)
+    dgrad_w = _whole(dgrad_w, recipe.dgrad_w, tiles)
     amax = row_amax(tiles, dgrad_w.values.shape[0])
     place = tiles.place(g.shape[-1], tiles.shard.out_features)
     out_axes = tuple(range(2 - dgrad_w.values.ndim, 0))  # N in g and in a kernel
@@ -118,8 +125,8 @@ def backward(
     if tiles.expert is None:
         dw = _group_products(wgrad_x, wgrad_g, ((0,), (0,)))
     else:
-        dw = _sum_of_tiles(wgrad_x, wgrad_g, tiles.expert, signature.kernel.shape)
-    return dx, dw.astype(signature.kernel.dtype)
+        dw = _sum_of_tiles(wgrad_x, wgrad_g, tiles.expert, dgrad_w.values.shape)
+    return dx, tiles.shard.part_of_kernel(dw).astype(signature.kernel.dtype)
 
 
 def _at(operand: GemmOperand, index: jax.Array) -> GemmOperand:

@@ -40,12 +40,30 @@ class Shard:
       experts: those that the experts are divided over.
       in_features: the one that the kernel's in features are split over, and with them x's.
       out_features: likewise the last axis of the out features.
+      storage: the one that the kernel is split over where it lies, and along which of its
+        dimensions; a product gets it whole, as it was rounded.
     """
 
     rows: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     in_features: str | None = None
     out_features: str | None = None
+    storage: tuple[str, int] | None = None
+
+    def whole_kernel(self, values: jax.Array, spec: Operand) -> jax.Array:
+        """The rounded kernel from this device's part of it: 16 bits an element, 32 in float32."""
+        if self.storage is None:
+            return values
+        name, axis = self.storage
+        moved = values.astype(jnp.bfloat16 if spec.format is Format.NVFP4 else spec.format.dtype)
+        return jax.lax.all_gather(moved, name, axis=axis, tiled=True).astype(values.dtype)
+
+    def part_of_kernel(self, dw: jax.Array) -> jax.Array:
+        """The sum of the devices' gradients of the whole kernel, of which each keeps its part."""
+        if self.storage is None:
+            return dw
+        name, axis = self.storage
+        return jax.lax.psum_scatter(dw, name, scatter_dimension=axis, tiled=True)
 
     def whole_amax(self, amax: jax.Array) -> jax.Array:
         """Each expert's amax on all devices from its amax on this one."""

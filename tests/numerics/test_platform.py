@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp4zoo.numerics import get_recipe, linear, platform
 from fp4zoo.numerics.backends import emulated
+from fp4zoo.numerics.platform import COMPILER_OPTIONS
 
 
 def outputs_and_gradients(recipe: str) -> tuple[jax.Array, ...]:
@@ -67,3 +69,10 @@ def test_a_layout_is_asked_for_on_gpus_alone():
     with platform.compiling_for("gpu"):
         assert layouts(platform.row_major) == [(0, 1)]
         assert layouts(jax.grad(lambda x: jnp.sum(platform.row_major(x)))) == [(0, 1)] * 2
+
+
+def test_every_rounding_to_bfloat16_stays_in_a_compiled_program():
+    """Without the options the product is added unrounded."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.bfloat16)
+    compiled = jax.jit(lambda x: x + x * x, compiler_options=COMPILER_OPTIONS)
+    np.testing.assert_array_equal(compiled(x), x + x * x)
