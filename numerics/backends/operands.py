@@ -55,8 +55,12 @@ class Shard:
         if self.storage is None:
             return values
         name, axis = self.storage
-        moved = values.astype(jnp.bfloat16 if spec.format is Format.NVFP4 else spec.format.dtype)
-        return jax.lax.all_gather(moved, name, axis=axis, tiled=True).astype(values.dtype)
+        dtype = jnp.bfloat16 if spec.format is Format.NVFP4 else spec.format.dtype
+        bits = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
+        # As bits: XLA:CPU would send bfloat16 as float32.
+        moved = jax.lax.bitcast_convert_type(values.astype(dtype), bits)
+        whole = jax.lax.all_gather(moved, name, axis=axis, tiled=True)
+        return jax.lax.bitcast_convert_type(whole, dtype).astype(values.dtype)
 
     def part_of_kernel(self, dw: jax.Array) -> jax.Array:
         """The sum of the devices' gradients of the whole kernel, of which each keeps its part."""
