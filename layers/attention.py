@@ -21,8 +21,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..numerics import Recipe
-from ..numerics.partitioning import constrain, mesh_axis_sizes, partition_spec
-from ..numerics.platform import matmul_operand, target_platform
+from ..numerics.partitioning import constrain, gather, mesh_axis_sizes, partition_spec
+from ..numerics.platform import matmul_operand, on_cpu, target_platform
 from .dense import NVFP4Dense
 from .norm import RMSNorm
 from .rope import RopeScaling, RopeTables, apply_rope, rope_frequencies, rope_tables
@@ -175,19 +175,20 @@ def context_parallel_attention(
     if "context" not in (spec[1] or ()):
         return dot_product_attention(query, key, value, pattern, implementation=implementation)
 
-    def gather(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, "context", axis=1, tiled=True)
+    # Where the products are float32 anyway, so are the gradients that the devices add.
+    dtype = jnp.float32 if on_cpu() else None
 
     def attend(query, key, value, segment_ids):
         local = AttentionPattern(
             segment_ids,
-            None if segment_ids is None else gather(segment_ids),
+            None
+            if segment_ids is None
+            else jax.lax.all_gather(segment_ids, "context", axis=1, tiled=True),
             query_offset=jax.lax.axis_index("context") * query.shape[1],
             sliding_window=pattern.sliding_window,
         )
-        return dot_product_attention(
-            query, gather(key), gather(value), local, implementation=implementation
-        )
+        key, value = (gather(part, "context", 1, dtype) for part in (key, value))
+        return dot_product_attention(query, key, value, local, implementation=implementation)
 
     return jax.shard_map(
         attend,

@@ -12,7 +12,6 @@ Legend: B sequences, T tokens, K choices a token, E experts, C rows an expert, D
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec
 from ..errors import UserError
 from ..numerics.backends.operands import Shard
 from ..numerics.formats import BLOCK
-from ..numerics.partitioning import MESH_AXES, mesh_axis_sizes, partition_spec
+from ..numerics.partitioning import MESH_AXES, gather, mesh_axis_sizes, partition_spec
 from .dispatch import Dispatch, from_experts, plan_dispatch, row_ids, to_experts
 
 
@@ -103,7 +102,8 @@ class Mixture:
             dispatch, rows = self._dispatch(mesh, x, chosen, numbers)
             gate_up, down = mesh.whole_kernels(gate_up, down)
             out = experts(mesh.whole_features(rows), gate_up, down, keys)
-            return self._combine(mesh, mesh.part_of_features(out), weights, chosen, dispatch)
+            out = mesh.part_of_features(out).astype(x.dtype)
+            return self._combine(mesh, out, weights, chosen, dispatch)
 
         specs = (*mesh.arguments, mesh.gate_up, mesh.down, PartitionSpec())
         return mesh.map(local, specs, mesh.routed)(*tokens, *parameters)
@@ -292,7 +292,8 @@ class _Mesh:
     def whole_features(self, rows: Rows) -> Rows:
         if not self._split_features:
             return rows
-        return rows._replace(x=jax.lax.all_gather(rows.x, "tensor", axis=2, tiled=True))
+        # In float32, so that the gradients' addends are rounded after they are added.
+        return rows._replace(x=gather(rows.x, "tensor", 2, jnp.float32))
 
     def part_of_features(self, out: jax.Array) -> jax.Array:
         """The sum of the devices' addends along tensor, of which each keeps its features."""
@@ -304,5 +305,4 @@ class _Mesh:
         """Those whose stored parts cut blocks."""
         if self._gathered is None:
             return gate_up, down
-        gather = functools.partial(jax.lax.all_gather, axis_name=self._gathered, tiled=True)
-        return gather(gate_up, axis=1), gather(down, axis=2)
+        return gather(gate_up, self._gathered, 1), gather(down, self._gathered, 2)

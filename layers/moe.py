@@ -166,11 +166,11 @@ class NVFP4MoE(nnx.Module):
             self.gate_up[...],
             self.down[...],
             None if key is None else jax.random.split(key),
-            functools.partial(self._experts, content_seeded),
+            functools.partial(self._experts, content_seeded, x.dtype),
         )
         return routed.y.reshape(x.shape), self._auxiliary(logits, mask, routed)
 
-    def _experts(self, content_seeded, rows: Rows, gate_up, down, keys) -> jax.Array:
+    def _experts(self, content_seeded, dtype, rows: Rows, gate_up, down, keys) -> jax.Array:
         """Rows [tiles, rows, D] through their experts."""
 
         def product(x, kernel, axes, index: int) -> jax.Array:
@@ -187,7 +187,7 @@ class NVFP4MoE(nnx.Module):
                 kernel_axes=axes,
             )
 
-        hidden = product(rows.x, gate_up, _GATE_UP_AXES, 0)
+        hidden = product(rows.x, gate_up, _GATE_UP_AXES, 0).astype(dtype)
         activated = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]  # [tiles, rows, F]
         return product(activated, down, _DOWN_AXES, 1)
 

@@ -32,7 +32,8 @@ def grouped_linear(
     x: [tiles, rows, K], rows a multiple of 16, rows without a token zero; kernel: [experts, K, *N];
     tile_expert: int32 [tiles], the number of experts for a tile without tokens; num_tiles: int32
     scalar, tiles from there on have none either (they give 0 and cost nothing). Without these two x
-    is [experts, rows, K]. Returns [tiles, rows, *N] in x's dtype.
+    is [experts, rows, K]. Returns [tiles, rows, *N] in x's dtype, in float32 where
+    it is an addend (shard.in_features).
 
     row_ids: uint32 [tiles, rows], by which stochastic rounding knows a row wherever it stands.
     shard: the mesh axes of an enclosing `jax.shard_map`; see there what comes back. key,

@@ -7,12 +7,14 @@ by `constrain`. Without a mesh the names mean nothing, and nothing is moved.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 # Outermost first: neighbours along the last one talk most.
 AXIS_NAMES = ("data", "fsdp", "expert", "context", "tensor")
@@ -139,3 +141,32 @@ def _axes(
 
 def _spec(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in axes))
+
+
+def gather(x: jax.Array, mesh_axis: str, axis: int, dtype: DTypeLike | None = None) -> jax.Array:
+    """Inside `jax.shard_map`: the parts of all devices along `mesh_axis`, in `dtype`.
+
+    The gradients of the devices are added in float32 and rounded once to x's dtype; those of an x
+    in 16 bits are rounded before only where `dtype` has 16 bits too.
+    """
+    return _gather(x, mesh_axis, axis, jnp.dtype(x.dtype if dtype is None else dtype), x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, mesh_axis: str, axis: int, dtype: jnp.dtype, own: jnp.dtype) -> jax.Array:
+    del own
+    return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True).astype(dtype)
+
+
+def _gather_forward(x, mesh_axis, axis, dtype, own):
+    return _gather(x, mesh_axis, axis, dtype, own), None
+
+
+def _gather_backward(mesh_axis, axis, dtype, own, _, g):
+    del dtype
+    wide = g.astype(jnp.float32)
+    total = jax.lax.psum_scatter(wide, mesh_axis, scatter_dimension=axis, tiled=True)
+    return (total.astype(own),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -57,7 +57,7 @@ def weight_amax(tiles: Tiles) -> Callable[[jax.Array], jax.Array]:
 def fprop(
     recipe: Recipe, x: jax.Array, kernel: jax.Array, tiles: Tiles, kernel_axes: LogicalAxes = None
 ) -> jax.Array:
-    """y [tiles, rows, *N] in x's dtype, 0 in tiles without tokens."""
+    """y [tiles, rows, *N] in x's dtype (an addend in float32), 0 in tiles without tokens."""
     del kernel_axes
     return _fprop(recipe, x, kernel, tiles)[0]
 
@@ -69,7 +69,9 @@ def _fprop(
     fprop_w = prepare(recipe.fprop_w, kernel, (1 - kernel.ndim, -1), amax=weight_amax(tiles))
     fprop_x = prepare(recipe.fprop_x, x, (-1, -2), amax=row_amax(tiles, kernel.shape[0]))
     whole_w = _whole(fprop_w, recipe.fprop_w, tiles)
-    return _products(fprop_x, whole_w, ((-1,), (0,)), tiles, x.dtype), fprop_w
+    # Addends are rounded after they are added.
+    dtype = x.dtype if tiles.shard.in_features is None else jnp.float32
+    return _products(fprop_x, whole_w, ((-1,), (0,)), tiles, dtype), fprop_w
 
 
 def _whole(weights: GemmOperand, spec: Operand, tiles: Tiles) -> GemmOperand:
