@@ -153,7 +153,10 @@ def forward(
         )
     tokens = pad_rows(token_axes(x), -2)
     wgrad_x = prepare(recipe.wgrad_x, tokens, (-2, -1), fold(words, WGRAD_INPUT_SALT))
-    wgrad_x = wgrad_x._replace(values=_placed(wgrad_x.values, kernel_axes, 0, 1))
+    # Where XLA moves it instead, it moves the sixteen terms of its transform one by one.
+    wgrad_x = wgrad_x._replace(
+        values=gather_tokens(wgrad_x.values, kernel_axes and kernel_axes[:1])
+    )
     return y, Residuals(save(wgrad_x, recipe.wgrad_x), save(dgrad_w, recipe.dgrad_w))
 
 
@@ -178,7 +181,9 @@ def backward(
     token_axis = -1 - len(out_axes)
     padded = pad_rows(g, token_axis)
     wgrad_g = prepare(recipe.wgrad_g, padded, (token_axis, -1), fold(words, WGRAD_SALT))
-    wgrad_g = wgrad_g._replace(values=_placed(wgrad_g.values, kernel_axes, 1, None))
+    wgrad_g = wgrad_g._replace(
+        values=gather_tokens(wgrad_g.values, kernel_axes and kernel_axes[1:])
+    )
     tokens = tuple(range(wgrad_x.values.ndim - 1))
     dw = contract(wgrad_x, wgrad_g, (tokens, tokens))
     x, kernel = signature.x, signature.kernel
