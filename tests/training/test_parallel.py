@@ -2,7 +2,7 @@
 
 Losses differ by the order of sums alone. In NVFP4 a sum that differs in its last bit may flip a
 code, and then runs part within two steps, by up to 1e-3, as they do on one device when a parameter
-changes by its last bit (docs/parallelism.md). In these twenty steps none flips.
+changes by its last bit (docs/parallelism.md). In these twenty steps hardly any flips.
 """
 
 import json
