@@ -1,6 +1,6 @@
 """Speed and memory of conversion on a synthetic Mixtral in shards, beside `cp` of the same bytes.
 
-    python benchmarks/conversion.py FOLDER [--layers 16] [--repeats 3]
+    python benchmarks/conversion.py FOLDER [--layers 16] [--repeats 3] [--only to-hf]
 
 Writes about three times the model's size (6.2 GB at 16 layers) into FOLDER and removes it again.
 Each command runs in a process of its own; memory is its peak resident set, which counts the pages
@@ -10,7 +10,9 @@ What a copy costs depends on what ran before it: on dirty pages that are still b
 whether the page cache takes memory that was just freed or that a virtual machine must first get
 from its host. So each conversion stands between two copies of the very bytes that it reads, every
 one begins with nothing dirty and the output of the one before removed, and the ratio is that to the
-mean of its neighbours. Medians and the best of all repeats are reported.
+mean of its neighbours. Both are timed twice: until the command ends, when most of the bytes are in
+the page cache alone, and until a `sync` after it has ended. Medians and the best of all repeats are
+reported.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +38,22 @@ from fp4zoo.interop.layout import Layout
 from fp4zoo.models import ModelConfig, MoEConfig
 
 _PROGRAM = """
-import resource, sys, time
+import os, resource, sys, time
 from fp4zoo import convert
 begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
 status = convert.main(sys.argv[1:])
 seconds, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
-print(seconds, used.ru_utime - before.ru_utime, used.ru_stime - before.ru_stime,
+os.sync()
+print(seconds, time.perf_counter() - begin,
+      used.ru_utime - before.ru_utime, used.ru_stime - before.ru_stime,
       used.ru_maxrss * 1024, status)
 """
+# By name: what is read, and the options.
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "from-hf": ("hf", ()),
+    "to-hf": ("ours", ()),
+    "to-hf nvfp4": ("ours", ("--format", "nvfp4")),
+}
 
 
 def main() -> None:
@@ -51,6 +61,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=COMMANDS, action="append", help="may be repeated")
     options = parser.parse_args()
     folder = options.folder / "fp4zoo-conversion-benchmark"
     folder.mkdir()
@@ -59,9 +70,9 @@ def main() -> None:
         runs: dict[str, list[Run]] = {}
         convert("from-hf", folder / "hf", folder / "ours")
         for _ in range(options.repeats):
-            measure(folder, size, runs)
+            measure(folder, size, options.only or list(COMMANDS), runs)
         for name, found in runs.items():
-            report(f"{name}: median of {len(found)}", found, size)
+            report(f"{name}, median of {len(found)}", found, size)
     finally:
         shutil.rmtree(folder)
 
@@ -91,53 +102,73 @@ def write_model(folder: Path, layers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One conversion: wall time in seconds, that of a copy beside it, CPU time, peak memory."""
+class Timing:
+    """Wall seconds of a command, and of it with the `sync` that ends when all is on the disk."""
 
-    seconds: float
-    copy_seconds: float
+    command: float
+    on_disk: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One conversion: its time, those of the copies beside it, CPU seconds, peak bytes."""
+
+    time: Timing
+    copies: tuple[Timing, Timing]
     user: float
     system: float
     peak: float
 
+    @property
+    def ratio(self) -> float:
+        """Speed as a share of cp's."""
+        return statistics.mean(copy.command for copy in self.copies) / self.time.command
 
-def measure(folder: Path, size: int, runs: dict[str, list[Run]]) -> None:
-    """Runs every conversion once."""
+    @property
+    def ratio_on_disk(self) -> float:
+        """The same with the `sync` after each."""
+        return statistics.mean(copy.on_disk for copy in self.copies) / self.time.on_disk
+
+
+def measure(folder: Path, size: int, commands: Sequence[str], runs: dict[str, list[Run]]) -> None:
+    """Runs every conversion once, between two copies."""
     out = folder / "out"
-    for name, source, options in (
-        ("from-hf", "hf", ()),
-        ("to-hf", "ours", ()),
-        ("to-hf nvfp4", "ours", ("--format", "nvfp4")),
-    ):
-        before = copy_seconds(folder / source, folder / "copy")
-        seconds, user, system, peak = convert(name.split()[0], folder / source, out, *options)
+    for name in commands:
+        source, options = COMMANDS[name]
+        before = copy(folder / source, folder / "copy")
+        time, user, system, peak = convert(name.split()[0], folder / source, out, *options)
         if name == "to-hf" and name not in runs:
             same(folder / "hf", out)
         shutil.rmtree(out)
-        after = copy_seconds(folder / source, folder / "copy")
-        run = Run(seconds, (before + after) / 2, user, system, peak)
+        run = Run(time, (before, copy(folder / source, folder / "copy")), user, system, peak)
         runs.setdefault(name, []).append(run)
         report(name, [run], size)
 
 
-def copy_seconds(source: Path, target: Path) -> float:
-    """Seconds of `cp -r`; the copy is removed."""
+def copy(source: Path, target: Path) -> Timing:
+    """Times `cp -r`; the copy is removed."""
     os.sync()
     begin = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
-    seconds = time.perf_counter() - begin
+    timing = timed(begin, time.perf_counter() - begin)
     shutil.rmtree(target)
-    return seconds
+    return timing
 
 
-def convert(*arguments: object) -> tuple[float, float, float, float]:
-    """(wall, user and system seconds, peak bytes) of convert.py in a process, without imports."""
+def timed(begin: float, command: float) -> Timing:
+    os.sync()
+    return Timing(command, time.perf_counter() - begin)
+
+
+def convert(*arguments: object) -> tuple[Timing, float, float, float]:
+    """(time, user and system seconds, peak bytes) of convert.py in a process, without imports."""
     os.sync()
     command = [sys.executable, "-c", _PROGRAM, *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    seconds, user, system, peak, status = map(float, done.stdout.split("\n")[-2].split())
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    line = done.stdout.split("\n")[-2]
+    seconds, on_disk, user, system, peak, status = map(float, line.split())
     assert status == 0
-    return seconds, user, system, peak
+    return Timing(seconds, on_disk), user, system, peak
 
 
 def same(first: Path, second: Path) -> None:
@@ -153,16 +184,24 @@ def same(first: Path, second: Path) -> None:
 
 
 def report(name: str, runs: list[Run], size: int) -> None:
-    def median(values: Iterable[float]) -> float:
-        return statistics.median(values)
+    """Prints medians over the runs, the best ratios, and the largest peak."""
 
-    ratios = [run.copy_seconds / run.seconds for run in runs]
-    best = f", best {max(ratios):.2f}" if len(runs) > 1 else ""
+    def speed(seconds: Iterable[float]) -> str:
+        return f"{size / 1e9 / statistics.median(seconds):.2f}"
+
+    def share(ratios: list[float]) -> str:
+        best = f" (best {max(ratios):.2f})" if len(ratios) > 1 else ""
+        return f"{statistics.median(ratios):.2f} of cp{best}"
+
+    copies = [copy for run in runs for copy in run.copies]
+    user, system = (statistics.median(t) for t in zip(*((r.user, r.system) for r in runs),
+                                                      strict=True))  # fmt: skip
     print(
-        f"{name:24} {size / 1e9 / median(run.seconds for run in runs):5.2f} GB/s, "
-        f"cp {size / 1e9 / median(run.copy_seconds for run in runs):5.2f}, "
-        f"ratio {median(ratios):.2f}{best}, CPU {median(run.user for run in runs):.1f} s + "
-        f"{median(run.system for run in runs):.1f} s of the kernel's, "
+        f"{name}: {speed(run.time.command for run in runs)} GB/s, "
+        f"cp {speed(copy.command for copy in copies)}: {share([run.ratio for run in runs])}; "
+        f"with sync {speed(run.time.on_disk for run in runs)}, "
+        f"cp {speed(copy.on_disk for copy in copies)}: {share([r.ratio_on_disk for r in runs])}; "
+        f"CPU {user:.1f} s + {system:.1f} s of the kernel's; "
         f"peak {max(run.peak for run in runs) / 2**30:.2f} GiB",
         flush=True,
     )

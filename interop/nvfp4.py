@@ -100,7 +100,9 @@ def _pack(
     bits = jax.lax.bitcast_convert_type(jnp.abs(round_e2m1(y)), jnp.int32)
     # Exponent and first mantissa bit are the code, but for the subnormal 0.5.
     magnitude = jnp.where(bits > 0x3F000000, (bits >> 22) - 252, (bits != 0).astype(jnp.int32))
-    code = (magnitude | jnp.where(jnp.signbit(y), 8, 0)).reshape(rows, columns // 2, 2)
+    # As in both tools a negative number that rounds to zero keeps its sign, -0.0 does not.
+    negative = jax.lax.bitcast_convert_type(x, jnp.uint32) > jnp.uint32(0x80000000)
+    code = (magnitude | jnp.where(negative, 8, 0)).reshape(rows, columns // 2, 2)
     packed = (code[..., 0] | (code[..., 1] << 4)).astype(jnp.uint8)
     return packed, local.astype(jnp.float8_e4m3fn)
 

@@ -75,8 +75,17 @@ def test_values_of_the_format_come_back_exactly():
     scale = global_scale(1.5, "compressed-tensors")
     packed = pack(weight, scale, "compressed-tensors")
     assert (packed.codes[0, 0], packed.codes[0, 7]) == (0x10, 0xFE)  # the low nibble comes first
+    assert packed.codes[0, 4] == 0x90  # -0.0 loses its sign, as in both tools
     back = unpack(packed, scale, "compressed-tensors", np.dtype(np.float32))
     np.testing.assert_allclose(back, weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["compressed-tensors", "modelopt"])
+def test_only_numbers_that_round_to_zero_keep_their_sign(rule):
+    weight = np.zeros((1, 16), np.float32)
+    weight[0, :4] = 6, -0.0, -1e-3, -1e-40
+    codes = pack(weight, global_scale(6.0, rule), rule).codes
+    assert codes[0, :2].tolist() == [0x07, 0x88] and not codes[0, 2:].any()
 
 
 def test_rows_that_blocks_do_not_divide_are_refused():
