@@ -162,6 +162,9 @@ class GGUFWeights:
     def read(self, name: str) -> np.ndarray:
         return self._reads[name]()
 
+    def stored(self, name: str) -> None:
+        """None: GGUF has other orders and formats."""
+
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {

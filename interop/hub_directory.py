@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .array_files import StoredArray
 from .config_reader import parse_object
-from .safetensors_files import TensorEntry, read_header
+from .safetensors_files import read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,7 +27,7 @@ class HubDirectory:
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, StoredArray]
 
     def tokenizer_files(self) -> list[Path]:
         """The tokenizer's files, as far as there are any."""
@@ -49,7 +50,7 @@ def open_hub_directory(path: str | Path) -> HubDirectory:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give one with config.json and safetensors")
     config = read_json(folder / "config.json")
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, StoredArray] = {}
     for name in _weight_files(folder):
         for key, entry in read_header(_inside(folder, name)).items():
             if key in tensors:
@@ -121,7 +122,7 @@ def _inside(folder: Path, name: str) -> Path:
     return file
 
 
-def _check_index(folder: Path, tensors: dict[str, TensorEntry]) -> None:
+def _check_index(folder: Path, tensors: dict[str, StoredArray]) -> None:
     if not (folder / INDEX).exists():
         return
     weight_map = _weight_map(folder)

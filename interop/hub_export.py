@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError, check_choice
+from .array_files import StoredArray
 from .checkpoint import HUB_FOLDER, Checkpoint, open_checkpoint
 from .hub_config import hub_config
 from .hub_directory import INDEX, SINGLE
@@ -73,12 +74,12 @@ def export_plain(
         parameter, leading = job
         pieces = source.layout.pieces(parameter, leading)
         for first, piece, data in _slab_parts(source, parameter, leading, pieces):
-            writers[piece.name].write(
-                piece.name,
-                cast(data, dtypes[piece.name], piece.name),
-                first=first,
-                check=finite_check(piece.name),
-            )
+            dtype = dtypes[piece.name]
+            if data.dtype != dtype:
+                array = data.read() if isinstance(data, StoredArray) else data
+                data = cast(array, dtype, piece.name)
+            check = finite_check(piece.name)
+            writers[piece.name].write(piece.name, data, first=first, check=check)
             done(data.nbytes)
 
     in_parallel(convert, ((p, leading) for p in parameters for leading in p.slabs()))
@@ -86,7 +87,7 @@ def export_plain(
 
 def _slab_parts(
     source: Checkpoint, parameter: Parameter, leading: tuple[int, ...], pieces: tuple[Piece, ...]
-) -> Iterator[tuple[int, Piece, np.ndarray]]:
+) -> Iterator[tuple[int, Piece, np.ndarray | StoredArray]]:
     """(first element, piece, data): a slab's tensors, large ones in several parts."""
     if len(pieces) == 1:  # rows are rows of the tensor
         (piece,) = pieces
@@ -94,12 +95,11 @@ def _slab_parts(
         width = math.prod(piece.split[1:])
         for start in range(0, piece.split[0], rows):
             stop = min(start + rows, piece.split[0])
-            data = source.reader.read(parameter, leading, (slice(start, stop),))
-            yield start * width, piece, data
+            yield start * width, piece, source.reader.find(parameter, leading, slice(start, stop))
         return
     if parameter.kind == "gate_up":
         for piece in pieces:
-            yield 0, piece, source.reader.read(parameter, leading, piece.index)
+            yield 0, piece, source.reader.find(parameter, leading, piece.index[0])
         return
     slab = source.reader.read(parameter, leading)
     for piece in pieces:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..models import ModelConfig, PrecisionRules
 from ..numerics import Recipe
 from ..training.checkpoints import FOLDER, PARAMETERS
+from .array_files import StoredArray
 from .checkpoint import (
     HUB_FOLDER,
     TOKENIZER_FOLDER,
@@ -170,10 +171,15 @@ def write_parameters(
         dtype = dtypes[parameter.name]
         rows = chunk_rows(parameter, dtype)
         pieces = layout.pieces(parameter, leading)
-        tensors = [weights.read(piece.name) for piece in pieces]
+        stored = [weights.stored(piece.name) for piece in pieces]
+        tensors = [
+            where if _is_stored_so(where, parameter, piece, dtype) else weights.read(piece.name)
+            for where, piece in zip(stored, pieces, strict=True)
+        ]
         for start in range(0, parameter.slab_shape[0], rows):
             data = _chunk(parameter, pieces, tensors, start, start + rows)
-            data = data.astype(dtype, copy=False)
+            if isinstance(data, np.ndarray):
+                data = data.astype(dtype, copy=False)
             check = finite_check(" or ".join(piece.name for piece in pieces))
             writer.write(parameter, leading, start // rows, data, check=check)
             done(data.nbytes)
@@ -182,28 +188,38 @@ def write_parameters(
     writer.finish()
 
 
+def _is_stored_so(
+    where: StoredArray | None, parameter: Parameter, piece: Piece, dtype: np.dtype
+) -> TypeGuard[StoredArray]:
+    """Whether a tensor's bytes are those of chunks of the parameter."""
+    whole = parameter.kind == "gate_up" or piece.split == parameter.slab_shape
+    return where is not None and where.dtype == dtype and whole
+
+
 def _chunk(
     parameter: Parameter,
     pieces: tuple[Piece, ...],
-    tensors: list[np.ndarray],
+    tensors: Sequence[np.ndarray | StoredArray],
     start: int,
     stop: int,
-) -> np.ndarray:
+) -> np.ndarray | StoredArray:
     """Rows [start, stop) of a slab in stored order; without a copy where one tensor holds them."""
     if len(pieces) == 1 and pieces[0].split == parameter.slab_shape:
         return tensors[0].reshape(parameter.slab_shape)[start:stop]
     if parameter.kind == "gate_up":
-        return tensors[start].reshape(pieces[start].split)[None]
-    dtypes = {tensor.dtype for tensor in tensors}
+        return tensors[start].reshape(pieces[start].split)
+    arrays = [tensor for tensor in tensors if isinstance(tensor, np.ndarray)]
+    assert len(arrays) == len(pieces), parameter.name
+    dtypes = {array.dtype for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
     data = np.zeros((stop - start, *parameter.slab_shape[1:]), dtype)
     if len(pieces) == 1:  # the vocabulary, whose padding stays zero
-        rows = tensors[0].reshape(pieces[0].split)[start:stop]
+        rows = arrays[0].reshape(pieces[0].split)[start:stop]
         data[: len(rows)] = rows
         return data
     assert stop - start == parameter.slab_shape[0]
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        data[piece.index] = tensor.reshape(piece.split)
+    for piece, array in zip(pieces, arrays, strict=True):
+        data[piece.index] = array.reshape(piece.split)
     return data
 
 

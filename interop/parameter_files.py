@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .array_files import Check, map_array, write_array
+from .array_files import Check, StoredArray, write_array
 from .layout import Index, Parameter
 
 _CHUNK_BYTES = 128 * 2**20
@@ -59,7 +59,7 @@ class ParameterWriter:
         parameter: Parameter,
         leading: tuple[int, ...],
         chunk: int,
-        data: np.ndarray,
+        data: np.ndarray | StoredArray,
         *,
         check: Check = None,
     ) -> None:
@@ -165,40 +165,47 @@ class ParameterReader:
 
     def read(self, parameter: Parameter, leading: tuple[int, ...], index: Index = ()) -> np.ndarray:
         """`index` of one slab in stored order."""
-        mapped = self._map(parameter, leading, index)
-        if mapped is not None:
-            return mapped
+        whole = self._stored(parameter, leading, index[0] if index else slice(None))
+        if whole is not None:
+            every = (slice(None),) if index and isinstance(index[0], slice) else ()
+            return whole.read()[(*every, *index[1:])]
         store = self._stores[parameter.name].transpose(parameter.stored_axes)
         try:
             return store[(*leading, *index)].read().result()
         except (ValueError, IndexError) as error:
             raise self._damaged(parameter.name, error) from error
 
-    def _map(
-        self, parameter: Parameter, leading: tuple[int, ...], index: Index
-    ) -> np.ndarray | None:
-        """The same mapped from the one chunk that it lies in, if `ParameterWriter` wrote it so."""
+    def find(
+        self, parameter: Parameter, leading: tuple[int, ...], rows: int | slice
+    ) -> np.ndarray | StoredArray:
+        """`rows` of one slab in stored order: where they lie, or, if they are spread, read."""
+        stored = self._stored(parameter, leading, rows)
+        return self.read(parameter, leading, (rows,)) if stored is None else stored
+
+    def _stored(
+        self, parameter: Parameter, leading: tuple[int, ...], rows: int | slice
+    ) -> StoredArray | None:
+        """The rows in the one chunk that they lie in, if `ParameterWriter` wrote it so."""
         dtype = self.dtypes[parameter.name]
         folder = self.folder / parameter.name
-        rows, size = chunk_rows(parameter, dtype), parameter.slab_shape[0]
-        first = index[0] if index else slice(None)
-        start, stop = (first, first + 1) if isinstance(first, int) else first.indices(size)[:2]
-        chunk = start // rows
-        if stop > (chunk + 1) * rows or not (folder / _DESCRIPTION).is_file():
+        length, size = chunk_rows(parameter, dtype), parameter.slab_shape[0]
+        start, stop = (rows, rows + 1) if isinstance(rows, int) else rows.indices(size)[:2]
+        chunk = start // length
+        if stop > (chunk + 1) * length or not (folder / _DESCRIPTION).is_file():
             return None
+        shape = (length, *parameter.slab_shape[1:])
+        found = StoredArray(folder / _chunk_name(parameter, leading, chunk), 0, dtype, shape)
         try:
             description = json.loads((folder / _DESCRIPTION).read_text())
-            file = folder / _chunk_name(parameter, leading, chunk)
-            shape = (rows, *parameter.slab_shape[1:])
-            nbytes = math.prod(shape) * dtype.itemsize
-            if description != _describe(parameter, dtype) or file.stat().st_size != nbytes:
+            if (
+                description != _describe(parameter, dtype)
+                or found.path.stat().st_size != found.nbytes
+            ):
                 return None
-            array = map_array(file, 0, dtype, shape)
         except (OSError, ValueError):  # TensorStore says what is wrong
             return None
-        begin = chunk * rows
-        local = start - begin if isinstance(first, int) else slice(start - begin, stop - begin)
-        return array[(local, *index[1:])]
+        found = found[start - chunk * length : stop - chunk * length]
+        return found.reshape(shape[1:]) if isinstance(rows, int) else found
 
     def _damaged(self, name: str, error: Exception) -> UserError:
         reason = " ".join(str(error).split())

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import UserError, check_choice
+from .array_files import StoredArray
 from .hub_directory import HubDirectory
 from .nvfp4 import Packed, Rule, unpack
-from .safetensors_files import TensorEntry
 from .weights import FLOATS, PlainWeights
 
 
@@ -38,8 +38,8 @@ class QuantizedWeights:
         self,
         directory: HubDirectory,
         rule: Rule,
-        parts: dict[str, tuple[TensorEntry, TensorEntry, TensorEntry]],
-        rest: dict[str, TensorEntry],
+        parts: dict[str, tuple[StoredArray, StoredArray, StoredArray]],
+        rest: dict[str, StoredArray],
     ):
         config = directory.config
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
@@ -59,13 +59,16 @@ class QuantizedWeights:
         codes, scales, scale = (entry.read() for entry in self._parts[name])
         return unpack(Packed(codes, scales), scale.reshape(()), self._rule, self._dtype)
 
+    def stored(self, name: str) -> StoredArray | None:
+        return None if name in self._parts else self._plain.stored(name)
+
 
 def find_parts(
     directory: HubDirectory,
     names: PartNames,
-    is_codes: Callable[[str, TensorEntry], bool],
+    is_codes: Callable[[str, StoredArray], bool],
     ignored: tuple[str, ...],
-) -> tuple[dict[str, tuple[TensorEntry, TensorEntry, TensorEntry]], dict[str, TensorEntry]]:
+) -> tuple[dict[str, tuple[StoredArray, StoredArray, StoredArray]], dict[str, StoredArray]]:
     """(parts by the name of the weight, the other tensors).
 
     ignored: last parts of the names of tensors about activations and the key/value cache, which a
@@ -92,7 +95,7 @@ def find_parts(
 
 
 def _shape(
-    name: str, codes: TensorEntry, scales: TensorEntry, scale: TensorEntry
+    name: str, codes: StoredArray, scales: StoredArray, scale: StoredArray
 ) -> tuple[int, ...]:
     kinds = (codes.dtype.name, scales.dtype.name, scale.dtype.name)
     if kinds != ("uint8", "float8_e4m3fn", "float32") or len(codes.shape) != 2:

@@ -14,14 +14,13 @@ import math
 import struct
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from ..errors import UserError
-from .array_files import Check, map_array, write_array
+from .array_files import Check, StoredArray, write_array
 from .config_reader import parse_object
 
 DTYPES: dict[str, np.dtype] = {
@@ -42,25 +41,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies: file, first byte, dtype and shape."""
-
-    path: Path
-    offset: int
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> np.ndarray:
-        """The tensor, mapped into memory and never written to."""
-        return map_array(self.path, self.offset, self.dtype, self.shape)
-
-
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path) -> dict[str, StoredArray]:
     """The tensors of a file by name.
 
     Raises:
@@ -80,7 +61,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except ValueError as error:
         raise _broken(path, f"its header is not JSON ({error})") from error
     header.pop("__metadata__", None)
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, StoredArray] = {}
     ranges = []
     for name, value in header.items():
         try:
@@ -91,7 +72,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise _broken(path, f"its header describes {name!r} wrongly") from error
         if dtype is None:
             raise UserError(f"{path}: tensor {name!r} has dtype {value['dtype']}, not one we read")
-        entry = TensorEntry(path, 8 + length + begin, dtype, shape)
+        entry = StoredArray(path, 8 + length + begin, dtype, shape)
         if not sane or end - begin != entry.nbytes:
             raise _broken(
                 path, f"{name!r} is {shape} of {value['dtype']} but has {end - begin} bytes"
@@ -154,13 +135,15 @@ class SafetensorsWriter:
         unwritten = [name for name, nbytes in self._missing.items() if nbytes]
         assert exception_type is not None or not unwritten, unwritten[:3]
 
-    def write(self, name: str, array: np.ndarray, *, first: int = 0, check: Check = None) -> None:
+    def write(
+        self, name: str, array: np.ndarray | StoredArray, *, first: int = 0, check: Check = None
+    ) -> None:
         """Writes a tensor, or those of its rows that begin at element `first`. Thread-safe.
 
         The caller has checked dtype and shape. check: as of `write_array`.
         """
         place, nbytes = self._places[name]
-        begin = first * array.itemsize
+        begin = first * array.dtype.itemsize
         assert begin + array.nbytes <= nbytes, name
         write_array(self._file.fileno(), array, self._start + place + begin, check=check)
         with self._lock:

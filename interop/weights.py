@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import UserError, did_you_mean
+from .array_files import StoredArray
 from .hub_directory import HubDirectory
 from .layout import Layout
-from .safetensors_files import TensorEntry
 
 FLOATS = {
     "float32": np.dtype(np.float32),
@@ -36,11 +36,15 @@ class Weights(Protocol):
 
     def read(self, name: str) -> np.ndarray: ...
 
+    def stored(self, name: str) -> StoredArray | None:
+        """Where the tensor lies as it is; None if it must be computed."""
+        ...
+
 
 class PlainWeights:
     """The tensors of a folder as they are."""
 
-    def __init__(self, tensors: Mapping[str, TensorEntry]):
+    def __init__(self, tensors: Mapping[str, StoredArray]):
         """Raises UserError for a tensor that is not float32, float16 or bfloat16."""
         self._tensors = {
             name: entry for name, entry in tensors.items() if not name.endswith(_BUFFERS)
@@ -56,6 +60,9 @@ class PlainWeights:
 
     def read(self, name: str) -> np.ndarray:
         return self._tensors[name].read()
+
+    def stored(self, name: str) -> StoredArray | None:
+        return self._tensors[name]
 
 
 def hub_weights(directory: HubDirectory) -> Weights:
