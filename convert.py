@@ -34,6 +34,7 @@ from fp4zoo.interop.loading import load_model, load_tokenizer_of, token_rows
 from fp4zoo.interop.verification import compare_tensors, divergence
 
 _CALIBRATION_ROWS, _CALIBRATION_LENGTH = 32, 512
+_SHOWN_DIFFERENCES = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,9 +125,12 @@ def _verify(options: argparse.Namespace) -> int:
     differences = compare_tensors(source, options.output)
     differing = sorted((d for d in differences if d.largest), key=lambda d: -d.relative)
     print(f"{len(differences)} tensors, {len(differences) - len(differing)} identical")
-    for d in differing[: None if options.all else 20]:
+    shown = differing if options.all else differing[:_SHOWN_DIFFERENCES]
+    for d in shown:
         note = "" if d.is_fine else "  more than rounding explains"
         print(f"{d.name}: largest {d.largest:.3g}, relative rms {d.relative:.3g}{note}")
+    if len(shown) < len(differing):
+        print(f"and {len(differing) - len(shown)} more: --all lists them")
     if source.tokenizer_folder is not None:
         tokens = _tokens(options, source)
         kl = divergence(load_model(source), interop.load_hugging_face(options.output), tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import numpy as np
 from flax import nnx
 
 from ..errors import UserError
-from ..models import Decoder
+from ..models import Decoder, ModelConfig
 from .checkpoint import Checkpoint
 from .hub_config import model_config
 from .hub_directory import open_hub_directory
+from .hub_export import export_config
 from .layout import Layout
 from .quantized_weights import QuantizedWeights
 from .weights import check_tensors, hub_weights
@@ -42,14 +44,15 @@ def compare_tensors(source: Checkpoint, folder: str | Path) -> list[TensorDiffer
     Allowed is rounding to the folder's dtype, and FP4's error for what is FP4 there.
 
     Raises:
-      UserError: the folder is of another model.
+      UserError: the folder is of another model: in its shapes, or in what its config.json says of
+        the computation.
     """
     directory = open_hub_directory(folder)
     weights = hub_weights(directory)
     config = model_config(directory.config, str(directory.path / "config.json"))
     layout = source.layout
-    if Layout(config).tensor_shapes() != layout.tensor_shapes():
-        raise UserError(f"{folder} is of another model than {source.step_folder}")
+    expected = model_config(export_config(source, None), str(source.step_folder))
+    _check_same_model(config, expected, source, folder)
     check_tensors(weights, Layout(config), directory.path)
     quantized = weights.quantized if isinstance(weights, QuantizedWeights) else frozenset()
     found = []
@@ -66,6 +69,18 @@ def compare_tensors(source: Checkpoint, folder: str | Path) -> list[TensorDiffer
                 allowed = FP4_ERROR if piece.name in quantized else rounding
                 found.append(_difference(piece.name, ours, theirs, allowed))
     return found
+
+
+def _check_same_model(
+    found: ModelConfig, expected: ModelConfig, source: Checkpoint, folder: str | Path
+) -> None:
+    for name in (field.name for field in dataclasses.fields(expected)):
+        theirs, ours = getattr(found, name), getattr(expected, name)
+        if theirs != ours:
+            raise UserError(
+                f"{folder} is of another model than {source.step_folder}: by its config.json "
+                f"model.{name}={theirs}, the checkpoint has {ours}"
+            )
 
 
 def _difference(

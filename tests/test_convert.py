@@ -1,6 +1,7 @@
 """The program; what it calls is tested in tests/interop."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,22 @@ def test_verify_finds_what_differs(folder, converted, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "model.layers.1.mlp.up_proj.weight: largest 8, " in out
     assert "more than rounding explains" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(rms_norm_eps=0.01), "model.norm_epsilon=0.01, the checkpoint has 1e-05"),
+        (dict(max_position_embeddings=32), "model.max_positions=32, the checkpoint has "),
+        (dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8), "model.num_heads=8"),
+    ],
+)
+def test_verify_refuses_a_folder_that_computes_something_else(
+    changes, message, folder, converted, capsys
+):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    assert message in refused(["verify", converted, folder], capsys)
 
 
 @pytest.mark.slow
