@@ -98,8 +98,10 @@ def in_a_callback(*arguments, **options):
 def in_python(*arguments, **options): {wait}
 def in_a_library(*arguments, **options):
     import ctypes
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     print("here", flush=True)
-    ctypes.CDLL(None).sleep(60)
+    for _ in range(2):  # the second waits for ever; a sleep would return at the signal
+        library.pthread_mutex_lock(mutex)
 where = {where!r}
 if where == "callback": data.load_tokenizer = in_a_callback
 if where == "tokenising": data.load_tokenizer = in_python
